@@ -1,0 +1,35 @@
+# Everything happens inside this folder: the environment is .venv, runs go to runs/.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: install demo test test-all check bench clean
+install: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-cache-dir --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: $(READY)     ## FedMix against FedAvg on embedded data: finds the hidden groups of clients
+	$(BIN)/fedmix compare digits-permutation --algorithms fedmix,fedavg --seeds 0 --out runs/demo --overwrite
+
+test: $(READY)     ## the tests that CI runs
+	$(BIN)/python -m pytest
+
+test-all: $(READY) ## and the long ones
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+check: $(READY)    ## lint, types, import contracts, tests: exactly what CI runs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+bench: $(READY)    ## how long a round takes on this machine
+	$(BIN)/python benchmarks/rounds.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

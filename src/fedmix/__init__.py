@@ -1,0 +1,29 @@
+"""fedmix: a federated mixture of experts. K expert models shared by all clients, a private gate on each.
+
+run = fedmix.train(federation=..., model=Net, output="fc2", out="runs/mine", rounds=20)
+fedmix.load("runs/mine").client("a").predict(x)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedmix.data.federation import Federation
+    from fedmix.experiment.api import train
+    from fedmix.experiment.trained import load
+
+__version__ = "0.1.0"
+__all__ = ["Federation", "__version__", "load", "train"]
+
+_HOMES = {
+    "Federation": "fedmix.data.federation",
+    "train": "fedmix.experiment.api",
+    "load": "fedmix.experiment.trained",
+}
+
+
+def __getattr__(name: str) -> Any:  # late, so that `fedmix --help` does not wait for torch
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'fedmix' has no attribute {name!r}")

@@ -1,0 +1,3 @@
+"""The methods by name."""
+
+METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")

@@ -1,0 +1,152 @@
+"""Generalised FedAvg (Reddi et al., 2020) and its relatives: one method, and a rule of what is local.
+
+fedavg: nothing. biased-fedavg: the output layer's bias. local-global: the input layer, or any named layers (Liang et al.,
+2020). independent: everything, so nothing is exchanged.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, ServerSettings
+from fedmix.core import aggregate, divergence
+from fedmix.core.model import Model
+from fedmix.core.optim import OptState, rate_factor
+from fedmix.core.training import train_client
+from fedmix.core.tree import Params
+from fedmix.core.types import Algorithm, Diagnosis, Examples, Message, Private, Reply
+from fedmix.errors import ModelError, SettingError
+from fedmix.rng import Stream, stream
+
+IsLocal = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class FedavgState:
+    round: int
+    shared: Params
+    opt: OptState
+
+
+def fedavg(
+    name: str, is_local: IsLocal, model: Model, rounds: int, client: ClientSettings, server: ServerSettings
+) -> Algorithm:
+    """FedAvg in which the parameters that `is_local` names stay with their client."""
+    optimizer = client_optimizer(client)
+    w_optimizer = server_optimizer(server)
+
+    def start(seed: int, local: bool) -> Params:
+        params = model.init(stream(seed, "init", "expert", 0))  # FedMix's first expert starts here too
+        return {n: w for n, w in params.items() if is_local(n) == local}
+
+    local_names = list(start(0, local=True))
+
+    def init(seed: int) -> FedavgState:
+        shared = start(seed, local=False)
+        return FedavgState(round=0, shared=shared, opt=w_optimizer.init(shared))
+
+    def broadcast(state: FedavgState, s: int | None) -> Message:
+        return Message(state.shared, {"round": state.round + 1})
+
+    def client_update(
+        message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
+    ) -> tuple[Message, Private]:
+        def loss_of(params: Mapping[str, Tensor], batch: Examples, carry: None) -> tuple[Tensor, None]:
+            logits, _ = model.apply(params, batch.x, training=True)
+            return torch.nn.functional.cross_entropy(logits, batch.y), carry
+
+        factor = rate_factor(client.schedule, int(message.numbers["round"]), rounds)
+        params = {**message.tensors, **private}
+        trained = train_client(
+            params, None, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng
+        )
+        shared = {n: w for n, w in trained.params.items() if not is_local(n)}
+        local = {n: w for n, w in trained.params.items() if is_local(n)}
+        return Message(shared, {"n": len(data), "loss": trained.loss}), local
+
+    def server_update(state: FedavgState, replies: Sequence[Reply]) -> tuple[FedavgState, Diagnosis]:
+        after = replace(state, round=state.round + 1)
+        if not state.shared:
+            return after, Diagnosis(None)
+        w_s = [reply.message.tensors for reply in replies]
+        p_s = aggregate.client_weights(torch.tensor([reply.message.numbers["n"] for reply in replies]))
+        layers = divergence.expert_divergence(state.shared, w_s, p_s)
+        delta = aggregate.mean_delta(state.shared, w_s, p_s)
+        shared, opt = w_optimizer.update(state.shared, delta, state.opt, 1.0)
+        return replace(after, shared=shared, opt=opt), Diagnosis(sum(layers.values()), {"divergence_layers": [layers]})
+
+    def predict(message: Message, private: Private, x: Tensor) -> Tensor:
+        logits, _ = model.apply({**_weights(message), **private}, x, training=False)
+        return torch.log_softmax(logits, dim=1)
+
+    def _weights(message: Message) -> Params:
+        return {n: w for n, w in message.tensors.items() if not is_local(n)}
+
+    def predict_anonymous(message: Message, privates: Sequence[Private], p_s: Tensor, x: Tensor) -> Tensor:
+        """Biases are averaged over clients, other local layers by what they give (sec:NewShardInf)."""
+        weights = p_s.tolist()
+        if set(local_names) <= {f"{model.output}.bias"}:
+            mean = {n: sum(p * private[n] for p, private in zip(weights, privates, strict=True)) for n in local_names}
+            return predict(message, mean, x)
+        models = [{**_weights(message), **private} for private in privates]
+        layer = _last_local_layer(models[0], x)
+        outputs = (p * model.layer_output(w, x, layer) for p, w in zip(weights, models, strict=True))
+        representation = sum(outputs, torch.zeros(()))
+        return torch.log_softmax(model.apply_from(models[0], x, layer, representation), dim=1)
+
+    def _last_local_layer(params: Params, x: Tensor) -> str:
+        order = model.layers_in_order(params, x[:1])
+        return [layer for layer in order if any(n.rpartition(".")[0] == layer for n in local_names)][-1]
+
+    def warm_start(state: FedavgState, experts: Sequence[Params], rng: Stream) -> FedavgState:
+        if len(experts) != 1:
+            raise SettingError(f"a warm start of {name} needs one model. The other run has {len(experts)} experts.")
+        found = {n: w for n, w in experts[0].items() if not is_local(n)}
+        return replace(state, shared=fitting(found, state.shared))
+
+    def describe(state: FedavgState) -> dict[str, Any]:
+        return {}
+
+    return Algorithm(
+        name=name,
+        init=init,
+        new_client=lambda seed: start(seed, local=True),
+        broadcast=broadcast,
+        client_update=client_update,
+        server_update=server_update,
+        predict=predict,
+        predict_anonymous=predict_anonymous,
+        warm_start=warm_start,
+        describe=describe,
+        experts=lambda state: (state.shared,),
+        uses_private=bool(local_names),
+    )
+
+
+def output_bias(model: Model) -> IsLocal:
+    """biased-fedavg: each client has an output bias of its own."""
+    bias = f"{model.output}.bias"
+    if bias not in dict(model.module.named_parameters()):
+        raise ModelError(f"biased-fedavg needs an output layer with a bias. {model.output!r} has none; give it one.")
+    return lambda name: name == bias
+
+
+def named_layers(model: Model, settings: LocalGlobalSettings, example: Tensor) -> IsLocal:
+    """local-global: the layers that the recipe names, else the input layer."""
+    params = dict(model.module.named_parameters())
+    layers = settings.layers or model.layers_in_order(params, example)[:1]
+    for layer in layers:
+        if not any(_inside(name, layer) for name in params):
+            known = ", ".join(n for n, _ in model.module.named_modules() if n)
+            raise SettingError(f"local_global.layers must name layers of the model ({known}). Got {layer!r} instead.")
+    if all(any(_inside(name, layer) for layer in layers) for name in params):
+        raise SettingError("local_global.layers names every layer; use the method 'independent' for that.")
+    return lambda name: any(_inside(name, layer) for layer in layers)
+
+
+def _inside(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(layer + ".")

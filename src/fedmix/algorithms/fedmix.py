@@ -1,0 +1,236 @@
+"""FedMix: a federated mixture of experts (Reisser, Louizos, Gavves, Welling, 2021), Algorithms 1 and 2 (eta = 0: 1).
+
+What crosses the wire: the experts w_k that a client uses, phi, and q(z|s). What stays: the gate theta_s = (pi, A, b).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.settings import ClientSettings, FedmixSettings, ServerSettings
+from fedmix.core import aggregate, divergence, gate, objective, posterior, prune
+from fedmix.core.model import Model
+from fedmix.core.optim import OptState, keep_rows, rate_factor
+from fedmix.core.training import train_client
+from fedmix.core.tree import Params, flatten, subtree
+from fedmix.core.types import Algorithm, Diagnosis, Examples, Message, Private, Reply
+from fedmix.errors import SettingError
+from fedmix.rng import Stream, stream
+
+WARM_START_NOISE = 0.1  # of each tensor's standard deviation: equal experts would never part
+
+
+@dataclass(frozen=True)
+class FedmixState:
+    round: int
+    experts: tuple[Params, ...]  # w_1 .. w_K
+    experts_opt: tuple[OptState, ...]
+    phi: Tensor  # q(z|c) [C, K]
+    phi_opt: OptState
+    q_zs: Tensor  # [S, K]: what each client last returned, 1/K before it did
+
+
+def fedmix(
+    model: Model,
+    clients: int,
+    categories: int,
+    rounds: int,
+    settings: FedmixSettings,
+    client: ClientSettings,
+    server: ServerSettings,
+) -> Algorithm:
+    """FedMix for this many clients and values of side information."""
+    K = settings.experts
+    optimizer = client_optimizer(client)
+    w_optimizer = server_optimizer(server)
+    phi_optimizer = server_optimizer(server, settings.phi_lr, rows=True)
+    prior = _public_prior(settings.prior, categories)
+
+    def init(seed: int) -> FedmixState:
+        experts = tuple(model.init(stream(seed, "init", "expert", k)) for k in range(K))
+        phi = posterior.uniform(categories, K)
+        return FedmixState(
+            round=0,
+            experts=experts,
+            experts_opt=tuple(w_optimizer.init(w) for w in experts),
+            phi=phi,
+            phi_opt=phi_optimizer.init({"phi": phi}),
+            q_zs=posterior.uniform(clients, K),
+        )
+
+    def new_client(seed: int) -> Private:
+        private = {f"gate.{name}": value for name, value in gate.new_gate(model.features, K).items()}
+        return private | ({"phi": posterior.uniform(categories, K)} if settings.phi == "private" else {})
+
+    def broadcast(state: FedmixState, s: int | None) -> Message:
+        sent = list(range(K)) if s is None else prune.kept(state.q_zs[s], settings.eta, slack=prune.SERVER_SLACK)
+        tensors = flatten({str(k): state.experts[k] for k in sent}, "expert")
+        if settings.phi == "global":
+            tensors["phi"] = state.phi
+        return Message(tensors, {"round": state.round + 1})
+
+    def client_update(
+        message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
+    ) -> tuple[Message, Private]:
+        held = _held(message.tensors)
+        shares = posterior.category_shares(data.c, categories)
+        phi = private["phi"] if settings.phi == "private" else message.tensors["phi"]
+        params = {name: w for name, w in message.tensors.items() if name != "phi"}
+        params |= {name: value for name, value in private.items() if name != "phi"}
+
+        def loss_of(params: Mapping[str, Tensor], batch: Examples, phi: Tensor) -> tuple[Tensor, Tensor]:
+            keep = prune.kept(posterior.expert_marginal(phi, shares), settings.eta, held)
+            logits, features = model.apply_all([subtree(params, f"expert.{k}") for k in keep], batch.x, training=True)
+            if not settings.gate_through_features:
+                features = features.detach()
+            log_gate = gate.log_gate(subtree(params, "gate"), features, keep)  # [B, K]
+            log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
+            joint = objective.log_joint(log_lik, log_gate[:, keep])
+            if settings.objective == "direct":
+                return objective.direct_loss(joint), phi
+            with torch.no_grad():  # phi first, from the same forward pass, without a gradient through it
+                phi_bar, present = posterior.solve_phi(joint, batch.c, categories, settings.beta)
+                phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
+                q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
+            return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
+
+        factor = rate_factor(client.schedule, int(message.numbers["round"]), rounds)
+        trained = train_client(
+            params, phi, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng
+        )
+        q_zs = posterior.expert_marginal(trained.carry, shares)
+        if settings.marginal == "exact":
+            q_zs = _exact_marginal(trained.params, held, data.x)
+        keep = prune.kept(q_zs, settings.eta, held)
+        tensors = {"q_zs": q_zs} | flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
+        private = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
+        if settings.phi == "private":
+            private["phi"] = trained.carry
+        else:
+            tensors["phi"] = trained.carry
+        if settings.prior == "reported":
+            tensors["c_shares"] = shares
+        return Message(tensors, {"n": len(data), "loss": trained.loss}), private
+
+    def _exact_marginal(params: Mapping[str, Tensor], held: list[int], x: Tensor) -> Tensor:
+        """p(z|s) = E_{x ~ D_s}[p(z|x,s)] over the experts that are held: [K]."""
+        total = torch.zeros(K)
+        with torch.no_grad():
+            for part in torch.split(x, 256):
+                _, features = model.apply_all([subtree(params, f"expert.{k}") for k in held], part, training=False)
+                log_p = gate.log_gate(subtree(params, "gate"), features, held, over=held)
+                total[held] += log_p.exp().sum(dim=0)
+        return total / len(x)
+
+    def server_update(state: FedmixState, replies: Sequence[Reply]) -> tuple[FedmixState, Diagnosis]:
+        messages = [reply.message.tensors for reply in replies]
+        n_s = torch.tensor([reply.message.numbers["n"] for reply in replies])
+        returned = torch.tensor([[k in held for k in range(K)] for held in map(_held, messages)])
+        q_s = torch.stack([m["q_zs"] for m in messages])  # [S', K]
+        p_sz = aggregate.expert_weights(torch.where(returned, q_s, torch.zeros_like(q_s)), n_s)
+        p_s = aggregate.client_weights(n_s)
+
+        experts, experts_opt, per_expert, per_layer = [], [], [], []
+        for k, (w, opt) in enumerate(zip(state.experts, state.experts_opt, strict=True)):
+            w_s = [subtree(m, f"expert.{k}") or None for m in messages]
+            layers = divergence.expert_divergence(w, w_s, p_sz[:, k])
+            if bool(p_sz[:, k].sum() > 0):  # an expert that nobody returned keeps its weights and its Adam state
+                w, opt = w_optimizer.update(w, aggregate.mean_delta(w, w_s, p_sz[:, k]), opt, 1.0)
+            experts.append(w)
+            experts_opt.append(opt)
+            per_layer.append(layers)
+            per_expert.append(sum(layers.values()))
+
+        q_zs = state.q_zs.clone()
+        q_zs[[reply.client for reply in replies]] = q_s
+        after = replace(state, round=state.round + 1, experts=tuple(experts), experts_opt=tuple(experts_opt), q_zs=q_zs)
+        if settings.phi == "global" and settings.objective == "bound":
+            after = _phi_update(after, torch.stack([m["phi"] for m in messages]), p_s, _prior(messages, p_s))
+        use = (p_s @ q_s.to(p_s.dtype)).tolist()  # p(z) over the cohort
+        detail = {
+            "divergence_experts": per_expert,
+            "divergence_layers": per_layer,
+            "expert_use": use,
+            "experts_returned": returned.sum(dim=0).tolist(),
+        }
+        return after, Diagnosis(sum(p * d for p, d in zip(use, per_expert, strict=True)), detail)
+
+    def _prior(messages: Sequence[Mapping[str, Tensor]], p_s: Tensor) -> Tensor:
+        if settings.prior != "reported":
+            return prior
+        return p_s @ torch.stack([m["c_shares"] for m in messages]).to(p_s.dtype)
+
+    def _phi_update(state: FedmixState, phi_s: Tensor, p_s: Tensor, p_c: Tensor) -> FedmixState:
+        """Adam on Delta_phi, back to the simplex; rows that nobody of the cohort holds keep value and Adam state."""
+        held = posterior.rows_held(state.phi, phi_s)
+        delta = posterior.phi_gradient(state.phi, phi_s, p_s, p_c, settings.entropy)
+        new, opt = phi_optimizer.update({"phi": state.phi}, {"phi": delta}, state.phi_opt, 1.0)
+        phi = keep_rows(held, posterior.to_simplex(new["phi"], settings.phi_floor), state.phi)
+        phi_opt = {
+            part: {"phi": keep_rows(held, value["phi"], state.phi_opt[part]["phi"])} for part, value in opt.items()
+        }
+        return replace(state, phi=phi, phi_opt=phi_opt)
+
+    def predict(message: Message, private: Private, x: Tensor) -> Tensor:
+        held = _held(message.tensors)
+        logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
+        return objective.log_mixture(logits, gate.log_gate(subtree(private, "gate"), features, held, over=held))
+
+    def predict_anonymous(message: Message, privates: Sequence[Private], p_s: Tensor, x: Tensor) -> Tensor:
+        held = _held(message.tensors)
+        logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
+        thetas: list[Mapping[str, Tensor]] = [subtree(private, "gate") for private in privates]
+        return objective.log_mixture(logits, gate.mean_log_gate(thetas, p_s, features, held))
+
+    def warm_start(state: FedmixState, experts: Sequence[Params], rng: Stream) -> FedmixState:
+        if len(experts) not in (1, K):
+            raise SettingError(
+                f"a warm start needs 1 or {K} experts. The other run has {len(experts)}; set fedmix.experts."
+            )
+        if len(experts) == 1 < K:
+            experts = [_with_noise(experts[0], rng.child("expert", k)) for k in range(K)]
+        return replace(state, experts=tuple(fitting(w, like) for w, like in zip(experts, state.experts, strict=True)))
+
+    def describe(state: FedmixState) -> dict[str, Any]:
+        return {"q_zc": state.phi.tolist(), "q_zs": state.q_zs.tolist()}
+
+    return Algorithm(
+        name="fedmix",
+        init=init,
+        new_client=new_client,
+        broadcast=broadcast,
+        client_update=client_update,
+        server_update=server_update,
+        predict=predict,
+        predict_anonymous=predict_anonymous,
+        warm_start=warm_start,
+        describe=describe,
+        experts=lambda state: state.experts,
+        uses_private=True,
+    )
+
+
+def _held(tensors: Mapping[str, Tensor]) -> list[int]:
+    """The experts that a message carries."""
+    return sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
+
+
+def _public_prior(prior: str | list[float], categories: int) -> Tensor:
+    """p(c) of the marginal entropy [C]: uniform, or the recipe's own shares."""
+    if isinstance(prior, str):
+        return torch.full((categories,), 1.0 / categories)
+    if len(prior) != categories or min(prior) < 0 or sum(prior) <= 0:
+        raise SettingError(f"fedmix.prior must be {categories} shares of c, none negative. Got {prior} instead.")
+    return torch.tensor(prior) / sum(prior)
+
+
+def _with_noise(w: Params, rng: Stream) -> Params:
+    with rng.torch():
+        return {
+            name: value + WARM_START_NOISE * value.std(correction=0) * torch.randn_like(value)
+            for name, value in w.items()
+        }

@@ -1,0 +1,100 @@
+"""Settings of the methods: frozen, checked at birth."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedmix.errors import SettingError, one_of
+
+
+def require(holds: bool, name: str, must: str, given: Any) -> None:
+    if not holds:
+        raise SettingError(f"{name} must be {must}. Got {given!r} instead.")
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """How a client trains: SGD on mini-batches."""
+
+    batch_size: int = 64
+    epochs: int = 1
+    client_lr: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)
+        require(self.epochs >= 1, "training.epochs", "1 or more", self.epochs)
+        require(self.client_lr > 0, "training.client_lr", "more than 0", self.client_lr)
+        require(0 <= self.momentum < 1, "training.momentum", "in [0, 1)", self.momentum)
+        require(self.weight_decay >= 0, "training.weight_decay", "0 or more", self.weight_decay)
+        schedules = ("constant", "cosine", "linear")
+        if self.schedule not in schedules:
+            raise SettingError(one_of("training.schedule", self.schedule, schedules))
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server steps along the averaged update: Adam (the paper), SGD, or plain averaging (SGD of rate 1)."""
+
+    optimizer: str = "adam"
+    server_lr: float = 0.001
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("adam", "sgd", "average"):
+            raise SettingError(one_of("server.optimizer", self.optimizer, ("adam", "sgd", "average")))
+        require(self.server_lr > 0, "server.server_lr", "more than 0", self.server_lr)
+
+
+@dataclass(frozen=True)
+class FedmixSettings:
+    """FedMix's own: K, beta, gamma, eta and what the paper leaves open (docs/decisions.md)."""
+
+    experts: int = 4
+    beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
+    gamma: float = 0.99  # dampening of phi on the client
+    eta: float = 0.0  # pruning threshold: experts with q(z=k|s) < eta/K are left out; 0 prunes nothing
+    objective: str = "bound"  # or "direct": eq:globalObjective, which the paper reports to collapse
+    marginal: str = "posterior"  # p(z|s) from phi, or "exact": the mean of the gate over the client's data
+    phi: str = "global"  # or "private": each client keeps its own
+    phi_lr: float = 0.0  # 0: server.server_lr
+    phi_floor: float = 1e-6  # phi is clamped to this before it is renormalised
+    entropy: float = 1.0  # coefficient of the marginal entropy on the server
+    prior: str | list[float] = "uniform"  # p(c) in it; "reported": clients give their shares of c away
+    gate_through_features: bool = True  # the gate's loss reaches the experts through their features
+
+    def __post_init__(self) -> None:
+        require(self.experts >= 1, "fedmix.experts", "1 or more", self.experts)
+        require(self.beta > 0, "fedmix.beta", "more than 0", self.beta)
+        require(0 <= self.gamma <= 1, "fedmix.gamma", "in [0, 1]", self.gamma)
+        require(0 <= self.eta <= 1, "fedmix.eta", "in [0, 1]", self.eta)
+        require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
+        require(0 <= self.phi_floor < 1 / self.experts, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
+        require(self.entropy >= 0, "fedmix.entropy", "0 or more", self.entropy)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise SettingError(one_of(f"fedmix.{name}", getattr(self, name), known))
+        if isinstance(self.prior, str) and self.prior not in ("uniform", "reported"):
+            raise SettingError(one_of("fedmix.prior", self.prior, ("uniform", "reported", "a list of shares of c")))
+        if self.objective == "direct":
+            require(
+                self.marginal == "exact",
+                "fedmix.marginal",
+                "'exact' with fedmix.objective = 'direct', which has no posterior to take it from",
+                self.marginal,
+            )
+            require(self.eta == 0, "fedmix.eta", "0 with fedmix.objective = 'direct'", self.eta)
+
+
+_CHOICES = {
+    "objective": ("bound", "direct"),
+    "marginal": ("posterior", "exact"),
+    "phi": ("global", "private"),
+}
+
+
+@dataclass(frozen=True)
+class LocalGlobalSettings:
+    """Local/Global: which layers stay with the client (names of modules). None named: the input layer."""
+
+    layers: list[str] = field(default_factory=list)

@@ -1,0 +1,153 @@
+"""Any `nn.Module` classifier as pure functions of its parameters: init, and apply -> (logits, features).
+
+The features h_k(x) of the gate are the input of the output layer, which the user names; a forward hook catches them, so
+the module needs no change.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedmix.core.tree import Params
+from fedmix.errors import ModelError
+from fedmix.rng import Stream, stream
+
+Factory = Callable[[], nn.Module]
+
+
+class Model:
+    """A classifier whose parameters live outside of it. `build` makes a module; each call draws fresh parameters."""
+
+    def __init__(self, build: Factory, output: str, example: Tensor, classes: int) -> None:
+        """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs."""
+        self.build = build
+        self.output = output
+        self.classes = classes
+        with stream(0, "template").torch():  # buffers, if random, are the same in every process
+            self.module = _fresh(build)
+        self._refuse_what_cannot_be_averaged()
+        with torch.no_grad():
+            logits, features = self.apply(self._params(self.module), example, training=False)
+        if logits.dim() != 2 or logits.shape[1] != classes:
+            raise ModelError(
+                f"the model must give [batch, {classes}] logits, one for each class. Got {list(logits.shape)} instead; "
+                f"set its number of outputs to {classes}."
+            )
+        self.features = int(features.shape[1])
+        self.parameters = sum(p.numel() for p in self.module.parameters())
+
+    def init(self, rng: Stream) -> Params:
+        """Parameters of a new model, drawn from this stream alone."""
+        with rng.torch():
+            return self._params(_fresh(self.build))
+
+    def apply(self, params: Mapping[str, Tensor], x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+        """x [B, ...] -> logits [B, classes] and features h(x) [B, H]."""
+        if self.module.training != training:
+            self.module.train(training)
+        caught: list[Tensor] = []
+        with _hook(self._layer(self.output), before=lambda _, args: caught.append(args[0])):
+            logits = functional_call(self.module, dict(params), (x,))
+        if len(caught) != 1:
+            raise ModelError(
+                f"the output layer {self.output!r} must be used once in a forward pass. It was used {len(caught)} times; "
+                "name the layer whose output are the logits."
+            )
+        return logits, caught[0].flatten(1)
+
+    def apply_all(self, experts: Sequence[Mapping[str, Tensor]], x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+        """The same for several experts: logits [K, B, classes], features [K, B, H]."""
+        both = [self.apply(w, x, training) for w in experts]
+        return torch.stack([logits for logits, _ in both]), torch.stack([h for _, h in both])
+
+    def layer_output(self, params: Mapping[str, Tensor], x: Tensor, layer: str) -> Tensor:
+        """What `layer` gives for x; the layers after it are not computed."""
+
+        def stop(_: nn.Module, __: Any, out: Tensor) -> None:
+            raise _Reached(out)
+
+        self.module.train(False)
+        try:
+            with _hook(self._layer(layer), after=stop):
+                functional_call(self.module, dict(params), (x,))
+        except _Reached as reached:
+            return reached.value
+        raise ModelError(f"layer {layer!r} is not used in a forward pass.")
+
+    def apply_from(self, params: Mapping[str, Tensor], x: Tensor, layer: str, value: Tensor) -> Tensor:
+        """Logits [B, classes] where `layer` gives `value` instead of what it would."""
+        self.module.train(False)
+        with _hook(self._layer(layer), after=lambda _, __, ___: value):
+            logits: Tensor = functional_call(self.module, dict(params), (x,))
+        return logits
+
+    def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor) -> list[str]:
+        """Names of the layers that hold parameters, in the order in which a forward pass leaves them."""
+        order: list[str] = []
+        handles = []
+        for name, module in self.module.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_hook(lambda *_, name=name: order.append(name)))
+        try:
+            functional_call(self.module, dict(params), (x,))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return list(dict.fromkeys(order))
+
+    def module_with(self, params: Mapping[str, Tensor]) -> nn.Module:
+        """An ordinary module with these parameters, for use outside of a federation."""
+        module = copy.deepcopy(self.module)
+        module.load_state_dict({name: value.detach().clone() for name, value in params.items()}, strict=False)
+        return module.eval()
+
+    def _params(self, module: nn.Module) -> Params:
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def _layer(self, name: str) -> nn.Module:
+        known = dict(self.module.named_modules())
+        if not name or name not in known:
+            raise ModelError(
+                f"the model has no layer {name!r}; its layers are {', '.join(n for n in known if n)}. "
+                "Name one of them (setting model.output for the output layer)."
+            )
+        layer: nn.Module = known[name]
+        return layer
+
+    def _refuse_what_cannot_be_averaged(self) -> None:
+        for name, module in self.module.named_modules():
+            if isinstance(module, _BatchNorm):
+                raise ModelError(
+                    f"layer {name!r} is {type(module).__name__}: its running statistics mix the clients' data and cannot "
+                    "be averaged between clients that differ. Use nn.GroupNorm or nn.LayerNorm in its place."
+                )
+        if not any(True for _ in self.module.parameters()):
+            raise ModelError("the model has no parameters to train.")
+        self._layer(self.output)
+
+
+class _Reached(Exception):
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def _fresh(build: Factory) -> nn.Module:
+    module = build()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the model must be an nn.Module, or a function that gives one. Got {type(module).__name__}.")
+    return module
+
+
+@contextmanager
+def _hook(layer: nn.Module, before: Any = None, after: Any = None) -> Any:
+    handle = layer.register_forward_pre_hook(before) if before else layer.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()

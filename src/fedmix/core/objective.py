@@ -1,0 +1,40 @@
+"""What a client maximises: the lower bound (eq:LowerBound), the loss of Algorithms 1 and 2, the direct objective."""
+
+import torch
+from torch import Tensor
+
+
+def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
+    """log p_{w_k}(y|x, z=k) for every expert: logits [K, B, classes], y [B] -> [B, K]."""
+    log_p = torch.log_softmax(logits, dim=2)
+    return log_p.gather(2, y.view(1, -1, 1).expand(len(logits), -1, 1)).squeeze(2).T
+
+
+def log_joint(log_lik: Tensor, log_gate: Tensor) -> Tensor:
+    """log p(y, z=k | x, s) = log p(y|x, z=k) + log p(z=k|x, s): [B, K], [B, K] -> [B, K]."""
+    return log_lik + log_gate
+
+
+def lower_bound(log_joint: Tensor, phi: Tensor, c: Tensor, beta: float) -> Tensor:
+    """sum_i E_{q(z|c_i)}[log p(y_i, z|x_i, s)] + beta H(q(z|c_i))  (eq:LowerBound): [B, K], [C, K], [B] -> scalar."""
+    q = phi[c]
+    entropy: Tensor = -torch.special.xlogy(q, q).sum()
+    return (q * log_joint).sum() + beta * entropy
+
+
+def bound_loss(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor) -> Tensor:
+    """-L_s, a mean over the mini-batch: E_{q''}[log p(y|x,z)] + E_q[log p(z|x,s)]  (Algorithm 2; Algorithm 1 if q'' = q).
+
+    log_lik, q_lik [B, K'] over the experts that are kept; log_gate, q_gate [B, K] over all of them.
+    """
+    return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1)).mean()
+
+
+def direct_loss(log_joint: Tensor) -> Tensor:
+    """-mean_i log sum_z p(z|x_i,s) p(y_i|x_i,z)  (eq:globalObjective), without a posterior: [B, K] -> scalar."""
+    return -torch.logsumexp(log_joint, dim=1).mean()
+
+
+def log_mixture(logits: Tensor, log_gate: Tensor) -> Tensor:
+    """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s)  (eq:MoEStandard): [K, B, classes], [B, K] -> [B, classes]."""
+    return torch.logsumexp(torch.log_softmax(logits, dim=2) + log_gate.T.unsqueeze(2), dim=0)

@@ -1,0 +1,87 @@
+"""Optimisers as (init, update): pure functions over named tensors, for clients (SGD) and for the server (SGD, Adam)."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedmix.core.tree import Params
+
+OptState = dict[str, Params]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """init: params -> state; update: (params, gradients, state, rate factor) -> (params, state)."""
+
+    init: Callable[[Mapping[str, Tensor]], OptState]
+    update: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], OptState, float], tuple[Params, OptState]]
+
+
+def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
+    """torch.optim.SGD's rule: g += weight_decay w; v = momentum v + g; w -= lr v. What has no gradient is left alone."""
+
+    def init(params: Mapping[str, Tensor]) -> OptState:
+        return {"velocity": {name: torch.zeros_like(w) for name, w in params.items()}} if momentum else {}
+
+    def update(
+        params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
+    ) -> tuple[Params, OptState]:
+        new, velocity = dict(params), dict(state.get("velocity", {}))
+        for name, g in grads.items():
+            w = params[name]
+            if weight_decay:
+                g = g.add(w, alpha=weight_decay)
+            if momentum:
+                g = velocity[name] = velocity[name].mul(momentum).add_(g)
+            new[name] = w.sub(g, alpha=lr * factor)
+        return new, ({"velocity": velocity} if momentum else {})
+
+    return Optimizer(init, update)
+
+
+def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, rows: bool = False) -> Optimizer:
+    """torch.optim.Adam's rule. With `rows`, each row of a tensor counts its own steps, so that rows can sit a round out."""
+
+    def init(params: Mapping[str, Tensor]) -> OptState:
+        return {
+            "mean": {name: torch.zeros_like(w) for name, w in params.items()},
+            "square": {name: torch.zeros_like(w) for name, w in params.items()},
+            "step": {
+                name: w.new_zeros([w.shape[0]] + [1] * (w.dim() - 1) if rows else []) for name, w in params.items()
+            },
+        }
+
+    def update(
+        params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
+    ) -> tuple[Params, OptState]:
+        new: Params = {}
+        after: OptState = {"mean": {}, "square": {}, "step": {}}
+        for name, w in params.items():
+            g = grads[name]
+            step = state["step"][name] + 1
+            mean = state["mean"][name].lerp(g, 1 - beta1)
+            square = state["square"][name].mul(beta2).addcmul_(g, g, value=1 - beta2)
+            count = step.to(torch.float64)  # 1 - 0.999 ** t has few digits left in float32
+            correct1 = (1 - beta1**count).to(w.dtype)
+            correct2 = (1 - beta2**count).sqrt().to(w.dtype)
+            new[name] = w - lr * factor * (mean / correct1) / (square.sqrt() / correct2 + eps)
+            after["mean"][name], after["square"][name], after["step"][name] = mean, square, step
+        return new, after
+
+    return Optimizer(init, update)
+
+
+def keep_rows(held: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where a row is held, `old` where it sat the round out: [C], [C, ...], [C, ...] -> [C, ...]."""
+    return torch.where(held.view([-1] + [1] * (new.dim() - 1)), new, old)
+
+
+def rate_factor(schedule: str, t: int, rounds: int) -> float:
+    """What the client rate is multiplied with in round t = 1..rounds: 'constant', 'cosine' or 'linear' down to zero."""
+    if schedule == "constant":
+        return 1.0
+    done = min(max(t - 1, 0) / max(rounds, 1), 1.0)
+    return 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0 - done

@@ -1,0 +1,68 @@
+"""The shared posterior q(z|c) = phi [C, K] over experts given side information c (Solving for phi_c, sec:fixedformmath).
+
+c is any categorical index of a data point: its label, its rotation, its client. q(z|y) of the paper is the case c = y.
+"""
+
+import torch
+from torch import Tensor
+
+
+def uniform(categories: int, experts: int) -> Tensor:
+    """phi before round 1: 1/K everywhere, [C, K]."""
+    return torch.full((categories, experts), 1.0 / experts)
+
+
+def solve_phi(log_joint: Tensor, c: Tensor, categories: int, beta: float) -> tuple[Tensor, Tensor]:
+    """phi'_c, proportional to exp(mean over the points of c of log p(y, z | x, s) / beta)  (eq:phi_solution).
+
+    log_joint [B, K], c [B] -> phi' [C, K] and which rows the batch holds [C]; the other rows are uniform, for nobody's use.
+    """
+    total = log_joint.new_zeros(categories, log_joint.shape[1]).index_add_(0, c, log_joint)
+    count = torch.bincount(c, minlength=categories)
+    mean = total / count.clamp(min=1).unsqueeze(1).to(total.dtype)  # M_{s,c} = 0 divides nothing
+    return torch.softmax(mean / beta, dim=1), count > 0
+
+
+def dampen(phi: Tensor, phi_new: Tensor, present: Tensor, gamma: float) -> Tensor:
+    """phi_c <- gamma phi_c + (1 - gamma) phi'_c for the rows that the batch holds; the others keep theirs. [C, K]"""
+    return torch.where(present.unsqueeze(1), gamma * phi + (1 - gamma) * phi_new, phi)
+
+
+def expert_marginal(phi: Tensor, p_c: Tensor) -> Tensor:
+    """q(z|s) = E_{c ~ D_s}[q(z|c)]: [C, K], [C] -> [K]. With a public p(c): the marginal use of each expert."""
+    return p_c.to(phi.dtype) @ phi
+
+
+def category_shares(c: Tensor, categories: int) -> Tensor:
+    """p(c|s), the share of each category among a client's points: [N] -> [C]."""
+    return torch.bincount(c, minlength=categories) / max(len(c), 1)
+
+
+def entropy_gradient(phi: Tensor, p_c: Tensor) -> Tensor:
+    """Gradient of H(sum_c q(z|c) p(c)) with respect to phi: -p(c) (log m_k + 1), m the marginal. [C, K]"""
+    m = expert_marginal(phi, p_c)
+    log_m = torch.log(m.clamp(min=torch.finfo(phi.dtype).tiny))
+    return -p_c.to(phi.dtype).unsqueeze(1) * (log_m + 1).unsqueeze(0)
+
+
+def phi_gradient(phi: Tensor, phi_s: Tensor, p_s: Tensor, p_c: Tensor, entropy: float) -> Tensor:
+    """Delta_phi of Algorithm 1: sum_s p(s) (phi - phi_s) - entropy * grad H, in the simplex's tangent space.
+
+    phi [C, K], phi_s [S', C, K], p_s [S'] -> [C, K]. The mean over k is taken out: a part constant in k cannot move a
+    point of the simplex, yet would drown the rest in Adam's second moment.
+    """
+    delta = (p_s.to(phi.dtype).view(-1, 1, 1) * (phi.unsqueeze(0) - phi_s)).sum(0)
+    if entropy:
+        delta = delta - entropy * entropy_gradient(phi, p_c)
+    return delta - delta.mean(dim=1, keepdim=True)
+
+
+def rows_held(phi: Tensor, phi_s: Tensor) -> Tensor:
+    """Rows that some client of the cohort changed, [C]: the rows whose category somebody holds."""
+    return (phi_s != phi.unsqueeze(0)).any(dim=2).any(dim=0)
+
+
+def to_simplex(phi: Tensor, floor: float) -> Tensor:
+    """Back onto the simplex after an optimiser's step: clamp to a small floor, renormalise each row. [C, K]"""
+    clamped = phi.clamp(min=floor)
+    return clamped / clamped.sum(dim=1, keepdim=True)

@@ -1,0 +1,90 @@
+"""The words that every room shares: what crosses the wire, what stays with a client, what a method is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedmix.core.tree import Params, nbytes
+from fedmix.rng import Stream
+
+Private = Params  # theta_s, local layers, local biases: named tensors that stay with their client
+State = Any  # a frozen dataclass of the method's own; `core.tree` flattens it for checkpoints
+
+
+@dataclass(frozen=True)
+class Message:
+    """What crosses the wire, in either direction: named tensors and a few numbers."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.tensors)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Data points of one client: inputs x [N, ...], labels y [N], side information c [N] (a category of each point)."""
+
+    x: Tensor
+    y: Tensor
+    c: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+class Clients(Protocol):
+    """Where an engine finds a client's data. `part` is 'train', 'validation' or 'test'."""
+
+    def examples(self, client: int, part: str) -> Examples: ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer in a round, as the server sees it."""
+
+    client: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a server update found out on the way: numbers, and small lists, for metrics."""
+
+    divergence: float | None
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method as a value: pure functions, cut where the wire is.
+
+    init               (seed) -> the server's state before round 1
+    new_client         (seed) -> the private state that every client starts from
+    broadcast          (state, client) -> what this client is sent; None: everything, for an evaluation at the server
+    client_update      (message, private, train data, stream, epochs) -> (reply, private); epochs None: the recipe's own
+    server_update      (state, replies) -> (state, diagnosis)
+    predict            (message or reply, private, x) -> log p(y | x, s) [B, classes]
+    predict_anonymous  (message, private states, p(s), x) -> log p(y | x) [B, classes]: no client identity
+    warm_start         (state, expert parameters of another run, stream) -> state
+    describe           (state) -> what a reader of metrics wants to see of the state, as plain lists
+    experts            (state) -> the shared models' parameters, one dict for each expert
+    uses_private       whether clients hold private state at all: if not, nothing has to be shared for `predict_anonymous`
+    """
+
+    name: str
+    init: Callable[[int], State]
+    new_client: Callable[[int], Private]
+    broadcast: Callable[[State, int | None], Message]
+    client_update: Callable[[Message, Private, Examples, Stream, int | None], tuple[Message, Private]]
+    server_update: Callable[[State, Sequence[Reply]], tuple[State, Diagnosis]]
+    predict: Callable[[Message, Private, Tensor], Tensor]
+    predict_anonymous: Callable[[Message, Sequence[Private], Tensor, Tensor], Tensor]
+    warm_start: Callable[[State, Sequence[Params], Stream], State]
+    describe: Callable[[State], dict[str, Any]]
+    experts: Callable[[State], tuple[Params, ...]]
+    uses_private: bool

@@ -1,0 +1,141 @@
+"""A federation: arrays, and which of their points each client holds for training, validation and test."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmix.core.types import Examples
+from fedmix.data import partition
+from fedmix.data.partition import Indices
+from fedmix.errors import DataError
+from fedmix.rng import stream
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """x [N, ...], labels y [N], side information c [N]; `parts[part][s]` are the points of client s."""
+
+    x: Tensor
+    y: Tensor
+    c: Tensor
+    parts: Mapping[str, Sequence[Indices]]
+    names: Sequence[str]
+    classes: int
+    categories: int
+    side: str = "label"  # what c is
+    groups: Sequence[int] | None = None  # the true group of each client, where it is known
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def examples(self, client: int, part: str) -> Examples:
+        index = torch.from_numpy(self.parts[part][client])
+        return Examples(self.x[index], self.y[index], self.c[index])
+
+    def size(self, client: int, part: str = "train") -> int:
+        return len(self.parts[part][client])
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: s for s, name in enumerate(self.names)}
+
+    def number(self, client: int | str) -> int:
+        """The number of a client given by number or name."""
+        if isinstance(client, int) and 0 <= client < len(self):
+            return client
+        if str(client) in self._numbers:
+            return self._numbers[str(client)]
+        known = ", ".join(list(self.names)[:5])
+        raise DataError(f"a client must be one of {len(self)} ({known}, ...). Got {client!r} instead.")
+
+    @staticmethod
+    def from_clients(
+        clients: Mapping[Any, Mapping[str, Any]],
+        *,
+        side: str = "label",
+        validation: float = 0.1,
+        test: float = 0.2,
+        classes: int | None = None,
+        seed: int = 0,
+    ) -> "Federation":
+        """A federation of one's own arrays: {client: {"x": [N, ...], "y": [N]}, ...}.
+
+        Optional for each client: "c" [N], side information of any kind (numbers or words), used with side="column";
+        or "train", "validation" and "test", each with its own x, y (and c), in place of a random split.
+        side: what q(z|c) is conditioned on: "label", "client" or "column".
+        """
+        if not clients:
+            raise DataError("a federation must have at least one client. Got none.")
+        names = [str(name) for name in clients]
+        pieces: dict[str, list[Any]] = {"x": [], "y": [], "c": []}
+        parts: dict[str, list[Indices]] = {part: [] for part in PARTS}
+        start = 0
+        for s, (name, arrays) in enumerate(zip(names, clients.values(), strict=True)):
+            given = {part: arrays[part] for part in PARTS if part in arrays}
+            blocks = [_checked(name, block, side) for block in (given.values() or [arrays])]
+            for block in blocks:
+                for key, values in block.items():
+                    pieces[key].append(values)
+            sizes = [len(block["y"]) for block in blocks]
+            if given:
+                ends = np.cumsum([start, *sizes])
+                spans = {part: np.arange(a, b) for part, a, b in zip(given, ends[:-1], ends[1:], strict=True)}
+                own = [spans.get(part, np.arange(0)) for part in PARTS]
+            else:
+                rng = stream(seed, "federation", "parts", s)
+                own = list(partition.three_parts(np.arange(start, start + sizes[0]), validation, test, rng, name))
+            for part, index in zip(PARTS, own, strict=True):
+                parts[part].append(index)
+            if not len(parts["train"][-1]):
+                raise DataError(f"client {name} must have points for training. Got none.")
+            start += sum(sizes)
+        y = torch.from_numpy(np.concatenate(pieces["y"]).astype(np.int64))
+        found = int(y.max()) + 1
+        if int(y.min()) < 0 or found > (classes or found):
+            raise DataError(
+                f"labels must be whole numbers from 0 to {(classes or found) - 1}. Got {int(y.min())} to {found - 1}."
+            )
+        owner = np.concatenate([np.full(sum(len(parts[p][s]) for p in PARTS), s) for s in range(len(names))])
+        c, categories = _side_column(side, y, owner, pieces["c"], classes or found)
+        try:
+            x = torch.from_numpy(np.concatenate(pieces["x"]))
+        except ValueError as error:
+            raise DataError(f"x must have the same shape on every client: {error}.") from error
+        return Federation(x, y, c, parts, names, classes or found, categories, side)
+
+
+def _checked(name: str, block: Mapping[str, Any], side: str) -> dict[str, Any]:
+    wanted = ("x", "y", "c") if side == "column" else ("x", "y")
+    missing = [key for key in wanted if key not in block]
+    if missing:
+        raise DataError(f"client {name} must give arrays {', '.join(wanted)}. {', '.join(missing)} is missing.")
+    arrays = {key: np.asarray(block[key]) for key in wanted}
+    arrays["x"] = arrays["x"].astype(np.float32)
+    if len({len(values) for values in arrays.values()}) != 1:
+        sizes = {key: len(values) for key, values in arrays.items()}
+        raise DataError(f"client {name} must give arrays of one length. Got {sizes}.")
+    if not np.issubdtype(arrays["y"].dtype, np.integer) or arrays["y"].ndim != 1:
+        raise DataError(
+            f"client {name}: y must be a list of whole numbers. Got {arrays['y'].dtype} {arrays['y'].shape}."
+        )
+    if not np.isfinite(arrays["x"]).all():
+        raise DataError(f"client {name}: x must be finite. It holds NaN or infinity.")
+    return arrays
+
+
+def _side_column(side: str, y: Tensor, owner: Indices, column: list[Any], classes: int) -> tuple[Tensor, int]:
+    if side == "label":
+        return y, classes
+    if side == "client":
+        return torch.from_numpy(owner), int(owner.max()) + 1
+    if side == "column":
+        values, index = np.unique(np.concatenate(column), return_inverse=True)
+        return torch.from_numpy(index.astype(np.int64)), len(values)
+    raise DataError(f"side must be 'label', 'client' or 'column'. Got {side!r} instead.")

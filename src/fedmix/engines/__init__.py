@@ -1,0 +1,1 @@
+"""Where clients live. An engine takes what the server sends, gives back replies, and owns each client's private state."""

@@ -1,0 +1,68 @@
+"""Tensors handed between processes through shared memory: one copy in, one copy out, and no pickle."""
+
+import mmap
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGN = 64
+Where = list[Any]  # [name, dtype, shape, offset]: JSON
+
+
+class Arena:
+    """A nameless file in memory that forked processes share. It grows with what is laid in, and vanishes with them."""
+
+    def __init__(self) -> None:
+        shm = Path("/dev/shm")
+        self._file = tempfile.TemporaryFile(dir=shm if shm.is_dir() else None)  # noqa: SIM115
+        self._size = 0
+        self._map: mmap.mmap | None = None
+        self._end = 0
+        self._placed: dict[int, tuple[Tensor, int]] = {}
+
+    def clear(self) -> None:
+        self._end, self._placed = 0, {}
+
+    def lay(self, tensors: Mapping[str, Tensor]) -> list[Where]:
+        """Copy tensors in and say where they are. The same tensor, laid in again before `clear`, is not copied again."""
+        where: list[Where] = []
+        for name, value in tensors.items():
+            known = self._placed.get(id(value))
+            offset = known[1] if known else self._copy(value)
+            self._placed[id(value)] = (value, offset)  # holds the tensor: its id stays its own
+            where.append([name, str(value.dtype).removeprefix("torch."), list(value.shape), offset])
+        return where
+
+    def _copy(self, value: Tensor) -> int:
+        offset = -(-self._end // ALIGN) * ALIGN
+        self._end = offset + value.numel() * value.element_size()
+        if self._end > self._size:
+            self._size = max(self._end, 2 * self._size, 1 << 20)
+            self._file.truncate(self._size)
+        if value.numel():
+            self._view(value.dtype, list(value.shape), offset).copy_(value)
+        return offset
+
+    def _view(self, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:
+        count = 1
+        for side in shape:
+            count *= side
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._map is None or offset + count * dtype.itemsize > len(self._map):
+            self._map = mmap.mmap(self._file.fileno(), 0)  # the other side may have made it larger
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def take(self, where: list[Where], copy: bool) -> dict[str, Tensor]:
+        """The tensors that another process laid in: copies, or views that are good until it clears the arena."""
+        views = {name: self._view(getattr(torch, dtype), shape, offset) for name, dtype, shape, offset in where}
+        return {name: view.clone() for name, view in views.items()} if copy else views
+
+    def close(self) -> None:
+        self._placed = {}
+        self._map = None
+        self._file.close()

@@ -1,0 +1,167 @@
+"""Clients side by side on all cores of this machine: worker processes of one torch thread each, started once.
+
+A worker trains one whole client at a time, so the numbers do not depend on how many workers there are. Weights cross in
+shared memory: what the server sends is laid down once for all clients of a round; pipes carry only a few words of JSON.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import torch
+
+from fedmix.core.types import Algorithm, Clients, Message, Private
+from fedmix.engines.arena import Arena
+from fedmix.engines.client import Task, perform
+from fedmix.engines.store import Store
+from fedmix.errors import ClientError, FedmixError, SettingError
+
+BATCH = 256  # tasks whose private states are in shared memory at once
+
+
+class LocalEngine:
+    name = "local"
+
+    def __init__(self, algorithm: Algorithm, clients: Clients, seed: int, store: Store, workers: int) -> None:
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise SettingError("engine must be 'serial' on this system: 'local' forks its workers, which it cannot.")
+        self.store = store
+        self.workers = workers
+        self._new = algorithm.new_client(seed)
+        self._down = Arena()
+        self._workers = [_Worker(algorithm, clients, seed, self._down) for _ in range(workers)]
+
+    def private(self, client: int) -> Private:
+        """A client's private state; the common start for one that never took part."""
+        state = self.store.get(client)
+        return self._new if state is None else state
+
+    def run(self, tasks: Sequence[Task]) -> list[Message]:
+        """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
+        answers: list[Message] = []
+        for start in range(0, len(tasks), BATCH):
+            answers += self._run(tasks[start : start + BATCH])
+        return answers
+
+    def _run(self, tasks: Sequence[Task]) -> list[Message]:
+        self._down.clear()
+        orders = [self._order(task) for task in tasks]
+        answers: list[Message | None] = [None] * len(tasks)
+        waiting = list(range(len(tasks)))[::-1]
+        busy: dict[_Worker, int] = {}
+        for worker in self._workers[: len(tasks)]:
+            busy[worker] = waiting.pop()
+            worker.send(orders[busy[worker]], tasks[busy[worker]])
+        while busy:
+            ready = wait([worker.pipe for worker in busy])
+            for worker in [worker for worker in busy if worker.pipe in ready]:
+                index = busy.pop(worker)
+                answer, private = worker.receive(tasks[index])
+                if waiting:
+                    busy[worker] = waiting.pop()
+                    worker.send(orders[busy[worker]], tasks[busy[worker]])
+                answers[index] = answer
+                if tasks[index].kind == "train":
+                    self.store.put(tasks[index].client, private)
+        return [answer for answer in answers if answer is not None]
+
+    def _order(self, task: Task) -> bytes:
+        order = {
+            "task": {
+                "kind": task.kind,
+                "round": task.round,
+                "client": task.client,
+                "part": task.part,
+                "finetune": task.finetune,
+            },
+            "tensors": self._down.lay(task.message.tensors),
+            "numbers": dict(task.message.numbers),
+            "private": self._down.lay(self.private(task.client)),
+        }
+        return json.dumps(order).encode()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+        self._down.close()
+
+
+class _Worker:
+    """One worker process, seen from the server."""
+
+    def __init__(self, algorithm: Algorithm, clients: Clients, seed: int, down: Arena) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        self._up = Arena()
+        self.process: ForkProcess = context.Process(
+            target=_serve, args=(other, self.pipe, down, self._up, algorithm, clients, seed), daemon=True
+        )
+        self.process.start()
+        other.close()
+
+    def send(self, order: bytes, task: Task) -> None:
+        try:
+            self.pipe.send_bytes(order)
+        except OSError as error:
+            raise self._died(task) from error
+
+    def receive(self, task: Task) -> tuple[Message, Private]:
+        try:
+            answer: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._died(task) from error
+        if "error" in answer:
+            raise ClientError(answer["error"])
+        private = self._up.take(answer["private"], copy=True)
+        return Message(self._up.take(answer["tensors"], copy=True), answer["numbers"]), private
+
+    def _died(self, task: Task) -> ClientError:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        return ClientError(
+            f"client {task.client}, round {task.round}: its worker process died ({how}). If memory ran out, use fewer "
+            "--workers; the run can be resumed."
+        )
+
+    def close(self) -> None:
+        self.pipe.close()  # the worker reads the end of the pipe and leaves
+        self.process.join(timeout=2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self._up.close()
+
+
+def _serve(
+    pipe: Connection, servers_end: Connection, down: Arena, up: Arena, algorithm: Algorithm, clients: Clients, seed: int
+) -> None:
+    """The life of a worker: a task in, an answer out, until the server closes the pipe."""
+    servers_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which finishes its checkpoint
+    torch.set_num_threads(1)
+    while True:
+        try:
+            order = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        tensors = down.take(order["tensors"], copy=False)
+        private = down.take(order["private"], copy=False)
+        task = Task(**order["task"], message=Message(tensors, order["numbers"]))
+        up.clear()
+        try:
+            reply, after = perform(algorithm, clients, seed, task, private)
+            answer = {"tensors": up.lay(reply.tensors), "numbers": dict(reply.numbers)}
+            answer["private"] = up.lay(after) if task.kind == "train" else []
+        except FedmixError as error:
+            answer = {"error": str(error)}
+        try:
+            pipe.send_bytes(json.dumps(answer).encode())
+        except OSError:
+            os._exit(0)  # the server is gone

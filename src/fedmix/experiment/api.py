@@ -1,0 +1,62 @@
+"""Training from Python: own data, own model, any setting of a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedmix.data.federation import Federation
+from fedmix.errors import SettingError
+from fedmix.experiment.build import build
+from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
+from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.run import Progress, run
+from fedmix.experiment.trained import TrainedRun, load
+
+
+def train(
+    recipe: str | None = None,
+    *,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    output: str | None = None,
+    out: str | Path,
+    engine: str = "local",
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+    **settings: Any,
+) -> TrainedRun:
+    """Train, and give back the trained run.
+
+    recipe: a shipped recipe or a file to start from; without one, the defaults.
+    federation: own data (`Federation.from_clients`); model: an nn.Module class or a function that builds one (or an
+    object whose layers have reset_parameters); output: the name of its output layer.
+    settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
+    watch: called after each round.
+    """
+    effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
+    experiment = build(effective, federation, model)
+    directory = RunDirectory.open(Path(out), effective, resume, overwrite)
+    try:
+        run(experiment, directory, engine, workers, watch)
+    finally:
+        directory.close()
+    return load(out, model)
+
+
+def effective_recipe(
+    recipe: str | None, settings: dict[str, Any], own_data: bool, own_model: bool, output: str | None
+) -> Recipe:
+    changes: dict[str, Any] = {}
+    for key, value in settings.items():
+        changes |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    if own_data:
+        changes["data.source"] = OWN
+    if own_model:
+        if output is None:
+            raise SettingError("output must name the output layer of the model, as in output='fc2'.")
+        changes |= {"model.name": OWN, "model.output": output}
+    return read_recipe(recipe, changes=changes) if recipe else make_recipe({"name": "own"}, changes=changes)

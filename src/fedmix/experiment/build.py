@@ -1,0 +1,174 @@
+"""Names -> objects: the only place that knows all sources, splits, models and methods by name."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedmix.algorithms.fedavg import fedavg, named_layers, output_bias
+from fedmix.algorithms.fedmix import fedmix
+from fedmix.core.model import Model
+from fedmix.core.types import Algorithm
+from fedmix.data import partition, shift
+from fedmix.data.federation import PARTS, Federation
+from fedmix.data.sources import SOURCES
+from fedmix.errors import DataError, SettingError, one_of
+from fedmix.experiment.recipe import OWN, DataSettings, ModelSettings, Recipe
+from fedmix.models.mlp import mlp
+from fedmix.rng import Stream, stream
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A recipe brought to life."""
+
+    recipe: Recipe
+    federation: Federation
+    model: Model
+    algorithm: Algorithm
+
+
+def build(
+    recipe: Recipe, federation: Federation | None = None, model: Callable[[], nn.Module] | nn.Module | None = None
+) -> Experiment:
+    """The objects of a recipe; a federation or model that was handed over takes the place of the named one."""
+    federation = federation or build_federation(recipe.data, recipe.seed)
+    example = federation.x[:2]
+    built = build_model(recipe.model, example, federation.classes, model)
+    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example)
+    return Experiment(recipe, federation, built, algorithm)
+
+
+def build_algorithm(recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor) -> Algorithm:
+    name, client, server = recipe.algorithm, recipe.training, recipe.server
+    if name == "fedmix":
+        return fedmix(model, clients, categories, recipe.rounds, recipe.fedmix, client, server)
+    rules: dict[str, Callable[[], Callable[[str], bool]]] = {
+        "fedavg": lambda: lambda _: False,
+        "biased-fedavg": lambda: output_bias(model),
+        "local-global": lambda: named_layers(model, recipe.local_global, example),
+        "independent": lambda: lambda _: True,
+    }
+    return fedavg(name, rules[name](), model, recipe.rounds, client, server)
+
+
+def build_model(
+    settings: ModelSettings, example: Tensor, classes: int, given: Callable[[], nn.Module] | nn.Module | None = None
+) -> Model:
+    if given is not None:
+        factory = partial(_fresh_copy, given) if isinstance(given, nn.Module) else given
+    elif settings.name == "mlp":
+        inputs = int(np.prod(example.shape[1:]))
+        factory = partial(mlp, inputs, classes, settings.hidden, settings.dropout)
+    elif settings.name == OWN:
+        raise SettingError(
+            "this run's model was handed over in Python; hand it over again: fedmix.load(RUN, model=...)."
+        )
+    elif ":" in settings.name:
+        factory = partial(named_object(settings.name, "model.name"), **settings.args)
+    else:
+        raise SettingError(one_of("model.name", settings.name, ("mlp", "package.module:name")))
+    return Model(factory, settings.output, example, classes)
+
+
+def _fresh_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module with new random parameters: experts must start differently."""
+    import copy
+
+    fresh = copy.deepcopy(module)
+    for name, layer in fresh.named_modules():
+        if next(layer.parameters(recurse=False), None) is None:
+            continue
+        if not hasattr(layer, "reset_parameters"):
+            raise SettingError(
+                f"layer {name!r} of the model has no reset_parameters(), so no second expert can be drawn from it. "
+                "Give the model's class, or a function that builds it, instead of an object."
+            )
+        layer.reset_parameters()
+    return fresh
+
+
+def named_object(name: str, setting: str) -> Any:
+    """The object that `package.module:name` stands for."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(f"{setting} must name something that can be imported. {name!r} cannot: {error}.") from error
+
+
+def build_federation(settings: DataSettings, seed: int) -> Federation:
+    """Source -> split -> shift -> parts. The split depends on the seed alone, not on method, engine or workers."""
+    if settings.source == OWN:
+        raise SettingError(
+            "this run's data was handed over in Python; hand it over again: fedmix.load(RUN, federation=...)."
+        )
+    if ":" in settings.source:
+        made = named_object(settings.source, "data.source")(**settings.args)
+        if isinstance(made, Federation):
+            return made
+        return Federation.from_clients(
+            made, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
+        )
+    if settings.source not in SOURCES:
+        raise SettingError(one_of("data.source", settings.source, [*SOURCES, "package.module:name"]))
+    source = SOURCES[settings.source]()
+    rng = stream(seed, "data")
+    own = _split(settings, source.y.numpy(), rng.child("split"))
+    x, y, groups, angle = source.x, source.y, None, None
+    if settings.shift == "permute-labels":
+        y, groups = shift.permute_labels(y, own, source.classes, settings.permutations, rng.child("shift"))
+    elif settings.shift == "rotate":
+        x, angle = shift.rotate(x, own, settings.rotation_concentration, rng.child("shift"))
+    c, categories = _side(settings.side, y, source.classes, own, groups, angle)
+    parts = [
+        partition.three_parts(index, settings.validation, settings.test, rng.child("parts", s), s)
+        for s, index in enumerate(own)
+    ]
+    return Federation(
+        x=x,
+        y=y,
+        c=c,
+        parts={name: [three[i] for three in parts] for i, name in enumerate(PARTS)},
+        names=[str(s) for s in range(len(own))],
+        classes=source.classes,
+        categories=categories,
+        side=settings.side,
+        groups=groups,
+    )
+
+
+def _split(settings: DataSettings, labels: Any, rng: Stream) -> list[partition.Indices]:
+    match settings.split:
+        case "iid":
+            return partition.iid(labels, settings.clients, rng)
+        case "hsu":
+            return partition.hsu(labels, settings.clients, settings.concentration, rng)
+        case "dirichlet":
+            return partition.dirichlet(labels, settings.clients, settings.concentration, settings.min_size, rng)
+        case _:
+            return partition.shards(labels, settings.clients, settings.shards_per_client, rng)
+
+
+def _side(
+    side: str, y: Tensor, classes: int, own: list[partition.Indices], groups: list[int] | None, angle: Tensor | None
+) -> tuple[Tensor, int]:
+    """The column c of side information, and how many values it has."""
+    if side == "label":
+        return y, classes
+    if side == "rotation" and angle is not None:
+        return angle, shift.ANGLES
+    of_client = list(range(len(own))) if side == "client" else groups if side == "group" else None
+    if of_client is None:
+        raise DataError(
+            f"data.side = {side!r} is not there in this data; use 'label' or 'client', or add the shift that makes it."
+        )
+    c = torch.zeros_like(y)
+    for s, index in enumerate(own):
+        c[torch.from_numpy(index)] = of_client[s]
+    return c, max(of_client) + 1

@@ -1,0 +1,250 @@
+"""A recipe: one TOML file of frozen settings, checked at birth. Unknown keys are refused, with the known ones named."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from fedmix.algorithms import METHODS
+from fedmix.algorithms.settings import (
+    ClientSettings,
+    FedmixSettings,
+    LocalGlobalSettings,
+    ServerSettings,
+    require,
+)
+from fedmix.errors import SettingError, one_of
+
+SPLITS = ("iid", "hsu", "dirichlet", "shards")
+SHIFTS = ("none", "permute-labels", "rotate")
+SIDES = ("label", "client", "rotation", "group", "column")
+OWN = "own"  # data or a model that was handed over in Python, which a recipe cannot name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where the data comes from and who holds what of it."""
+
+    source: str = "digits"  # a name, `package.module:name`, or "own"
+    clients: int = 20
+    split: str = "iid"
+    concentration: float = 1.0  # of the split's Dirichlet distribution
+    shards_per_client: int = 2
+    min_size: int = 5  # of a dirichlet split's clients
+    shift: str = "none"
+    permutations: int = 4
+    rotation_concentration: float = 1.0
+    side: str = "label"  # what c is
+    validation: float = 0.1
+    test: float = 0.2
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a source of one's own
+
+    def __post_init__(self) -> None:
+        for name, known in (("split", SPLITS), ("shift", SHIFTS), ("side", SIDES)):
+            if getattr(self, name) not in known:
+                raise SettingError(one_of(f"data.{name}", getattr(self, name), known))
+        for name in ("clients", "shards_per_client", "min_size", "permutations"):
+            require(getattr(self, name) >= 1, f"data.{name}", "1 or more", getattr(self, name))
+        for name in ("concentration", "rotation_concentration"):
+            require(getattr(self, name) > 0, f"data.{name}", "more than 0", getattr(self, name))
+        for name in ("validation", "test"):
+            require(0 <= getattr(self, name) < 1, f"data.{name}", "a share in [0, 1)", getattr(self, name))
+        require(
+            self.validation + self.test < 1, "data.validation + data.test", "less than 1", self.validation + self.test
+        )
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The classifier: a name, `package.module:name` (a function or class that gives an nn.Module), or "own"."""
+
+    name: str = "mlp"
+    output: str = "out"  # the output layer; the gate looks at its input
+    hidden: list[int] = field(default_factory=lambda: [64])
+    dropout: float = 0.0
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a model of one's own
+
+    def __post_init__(self) -> None:
+        require(all(width >= 1 for width in self.hidden), "model.hidden", "widths of 1 or more", self.hidden)
+        require(0 <= self.dropout < 1, "model.dropout", "in [0, 1)", self.dropout)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What is measured, and when. While training: validation data; at the end: test data."""
+
+    every: int = 5  # rounds between evaluations; the last round is always one
+    finetune_epochs: int = 1  # of the server's weights, before local accuracy is measured
+    share_private: bool = False  # clients hand their private state over for it: global accuracy needs that
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "evaluation.every", "1 or more", self.every)
+        require(self.finetune_epochs >= 1, "evaluation.finetune_epochs", "1 or more", self.finetune_epochs)
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    every: int = 5
+    keep: int = 3
+    clients: str = "memory"  # where clients' private states live between rounds: "memory" or "disk"
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "checkpoint.every", "1 or more", self.every)
+        require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
+        if self.clients not in ("memory", "disk"):
+            raise SettingError(one_of("checkpoint.clients", self.clients, ("memory", "disk")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the numbers of a run. Engine and workers do not, so they are not here."""
+
+    name: str = "unnamed"
+    description: str = ""
+    algorithm: str = "fedmix"
+    rounds: int = 20
+    seed: int = 0
+    clients_per_round: int = 0  # 0: all of them
+    warm_start: str = ""  # a run directory whose experts to start from
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    training: ClientSettings = field(default_factory=ClientSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    fedmix: FedmixSettings = field(default_factory=FedmixSettings)
+    local_global: LocalGlobalSettings = field(default_factory=LocalGlobalSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in METHODS:
+            raise SettingError(one_of("algorithm", self.algorithm, METHODS))
+        require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
+        require(self.seed >= 0, "seed", "0 or more", self.seed)
+        require(self.clients_per_round >= 0, "clients_per_round", "1 or more, or 0 for all", self.clients_per_round)
+
+
+def shipped() -> list[str]:
+    return sorted(
+        path.name.removesuffix(".toml") for path in files("fedmix.recipes").iterdir() if path.name.endswith(".toml")
+    )
+
+
+def read_recipe(name: str, algorithm: str | None = None, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """A shipped recipe by name, or a file or run directory by path; a method's own exceptions ([methods.X]); `changes`."""
+    if (Path(name) / "recipe.toml").is_file():
+        text = (Path(name) / "recipe.toml").read_text()  # a run directory: its effective settings
+    elif name in shipped():
+        text = (files("fedmix.recipes") / f"{name}.toml").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text()
+    else:
+        raise SettingError(one_of("a recipe", name, shipped()).removesuffix(".") + ", and no file of that name exists.")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"recipe {name} must be valid TOML: {error}.") from error
+    table.setdefault("name", Path(name).stem)
+    return make_recipe(table, algorithm, changes)
+
+
+def make_recipe(
+    table: dict[str, Any], algorithm: str | None = None, changes: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Settings from nested tables. `changes` has dotted keys: {"fedmix.eta": 0.5}."""
+    methods = table.pop("methods", {})
+    unknown = set(methods) - set(METHODS)
+    if unknown:
+        raise SettingError(one_of("a table [methods.X]", min(unknown), METHODS))
+    chosen = algorithm or (changes or {}).get("algorithm") or table.get("algorithm", "fedmix")
+    merged = _merge(_merge(table, methods.get(chosen, {})), {"algorithm": chosen})
+    for key, value in (changes or {}).items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        merged = _merge(merged, value)
+    return settings_from(Recipe, merged)
+
+
+def parse_changes(items: Iterable[str]) -> dict[str, Any]:
+    """['fedmix.eta=0.5', 'data.side=label'] -> {'fedmix.eta': 0.5, 'data.side': 'label'}; values as in TOML, or bare words."""
+    changes: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise SettingError(f"--set must be key=value, as in fedmix.eta=0.5. Got {item!r} instead.")
+        try:
+            changes[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            changes[key.strip()] = text.strip()
+    return changes
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The effective settings as TOML; reading it again gives the same recipe."""
+    return tomli_w.dumps(settings_table(recipe))
+
+
+def settings_table(settings: Any) -> dict[str, Any]:
+    return {
+        f.name: settings_table(value) if is_dataclass(value := getattr(settings, f.name)) else value
+        for f in fields(settings)
+    }
+
+
+def settings_from(kind: type[T], table: Any, where: str = "") -> T:
+    """The settings class `kind` from a table: unknown keys and values of the wrong type are refused by name."""
+    if not isinstance(table, dict):
+        raise SettingError(f"{where or 'a recipe'} must be a table of settings. Got {table!r} instead.")
+    types = get_type_hints(kind)
+    values = {}
+    for key, value in table.items():
+        label = f"{where}.{key}" if where else key
+        if key not in types:
+            raise SettingError(one_of(f"a setting{f' of [{where}]' if where else ''}", key, types))
+        values[key] = (
+            settings_from(types[key], value, label) if is_dataclass(types[key]) else _typed(types[key], value, label)
+        )
+    return kind(**values)
+
+
+def _typed(kind: Any, value: Any, label: str) -> Any:
+    if isinstance(kind, UnionType):
+        errors = []
+        for option in get_args(kind):
+            try:
+                return _typed(option, value, label)
+            except SettingError as error:
+                errors.append(error)
+        raise errors[-1]
+    origin = get_origin(kind) or kind
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
+        raise SettingError(f"{label} must be {_TYPE_NAMES[origin]}. Got {value!r} instead.")
+    if origin is list:
+        return [_typed(get_args(kind)[0], item, label) for item in value]
+    return value
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
+}
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

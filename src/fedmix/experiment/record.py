@@ -1,0 +1,180 @@
+"""A run directory: settings, environment, a line of metrics a round, a summary. Never overwritten without being told to."""
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedmix.data.federation import PARTS, Federation
+from fedmix.errors import RunError
+from fedmix.experiment.files import write_bytes, write_json
+from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
+
+FILES = {
+    "recipe.toml",
+    "environment.json",
+    "federation.json",
+    "metrics.jsonl",
+    "summary.json",
+    "checkpoints",
+    "clients",
+    "lock",
+    "report.html",
+}
+
+
+class RunDirectory:
+    """Opened for one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: Any = None
+
+    @staticmethod
+    def open(path: Path, recipe: Recipe, resume: bool, overwrite: bool) -> "RunDirectory":
+        """A new directory, or with `resume` one of the same recipe (more rounds are allowed), or with `overwrite` a new
+        one in the place of an old run."""
+        run = RunDirectory(path)
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path} must be a directory for the run. It is a file; choose another --out.")
+        there = path.is_dir() and any(path.iterdir())
+        if there and not (path / "recipe.toml").exists() and not set(os.listdir(path)) <= {"lock"}:
+            raise RunError(f"{path} must be a run directory or not exist. It holds other files; choose another --out.")
+        there = (path / "recipe.toml").exists()
+        if there and not (resume or overwrite):
+            raise RunError(
+                f"{path} holds a run already. Use --resume to go on with it, --overwrite to replace it, or another --out."
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        run._take_lock()
+        if there and overwrite and not resume:
+            run._clear()
+            there = False
+        if there:
+            run._check_same(recipe)
+        write_bytes(path / "recipe.toml", dump_recipe(recipe).encode())
+        return run
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.path / "lock", "w")  # noqa: SIM115 (held while the run goes on)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise RunError(
+                f"{self.path} is in use by another process. Wait for it, or choose another --out."
+            ) from error
+
+    def _clear(self) -> None:
+        foreign = sorted(set(os.listdir(self.path)) - FILES - {f"{name}.part" for name in FILES})
+        if foreign:
+            raise RunError(
+                f"{self.path} holds files that are not of a run ({', '.join(foreign[:3])}); nothing was removed."
+            )
+        for name in os.listdir(self.path):
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            elif name != "lock":
+                target.unlink()
+
+    def _check_same(self, recipe: Recipe) -> None:
+        before = flat_settings(read_recipe(str(self.path)))
+        now = flat_settings(recipe)
+        differ = [key for key in now if now[key] != before[key] and key not in ("rounds", "name", "description")]
+        if differ:
+            key = differ[0]
+            raise RunError(
+                f"a run must be resumed with its own settings. {key} was {before[key]!r}, now it is {now[key]!r}; "
+                f"leave it as it was, or choose another --out."
+            )
+        if now["rounds"] != before["rounds"] and recipe.training.schedule != "constant":
+            raise RunError(
+                f"rounds was {before['rounds']}, and a rate schedule depends on it. It cannot become {now['rounds']}."
+            )
+
+    def describe_environment(self, engine: str, workers: int, seed: int) -> None:
+        """environment.json: versions, machine, and each session's command."""
+        path = self.path / "environment.json"
+        sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
+        sessions.append(
+            {
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "engine": engine,
+                "workers": workers,
+                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            }
+        )
+        packages = {name: version(name) for name in ("fedmix", "torch", "numpy", "safetensors")}
+        write_json(
+            path,
+            {
+                "python": platform.python_version(),
+                "packages": packages,
+                "platform": platform.platform(),
+                "cores": os.cpu_count(),
+                "seed": seed,
+                "sessions": sessions,
+            },
+        )
+
+    def describe_federation(self, federation: Federation) -> None:
+        """federation.json: what a trained model needs to know of the data, so that it can be used without the data."""
+        described = {
+            "clients": list(federation.names),
+            "points": {part: [len(own) for own in federation.parts[part]] for part in PARTS},
+            "input": list(federation.x.shape[1:]),
+            "classes": federation.classes,
+            "categories": federation.categories,
+            "side": federation.side,
+            "groups": None if federation.groups is None else list(federation.groups),
+        }
+        write_json(self.path / "federation.json", described)
+
+    def cut_metrics(self, last: int) -> None:
+        """Keep the lines of rounds up to `last`: what came after belongs to rounds that will be run again."""
+        lines = [line for line in self.metrics() if line["round"] <= last]
+        write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        write_json(self.path / "summary.json", summary)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line that was cut off is left out."""
+    file = path / "metrics.jsonl"
+    lines = []
+    for text in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def flat_settings(recipe: Recipe) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings_table(recipe).items():
+        if isinstance(value, dict) and key in {f.name for f in fields(Recipe)}:
+            flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            flat[key] = value
+    return flat

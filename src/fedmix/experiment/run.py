@@ -1,0 +1,204 @@
+"""One run from start to end: rounds, evaluations, checkpoints, summary. Stopped and resumed, it gives the same numbers."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedmix.core.types import State
+from fedmix.engines.local import LocalEngine
+from fedmix.engines.serial import SerialEngine
+from fedmix.engines.store import DiskStore, MemoryStore, Store
+from fedmix.errors import RunError, SettingError, one_of
+from fedmix.experiment import evaluate
+from fedmix.experiment.build import Experiment
+from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.loop import Engine, Round, rounds
+from fedmix.experiment.record import RunDirectory
+from fedmix.rng import stream
+
+ENGINES = ("local", "serial")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What whoever watches a run is told after each round."""
+
+    done: int
+    total: int
+    metrics: dict[str, Any]
+
+
+class Stopped(Exception):
+    """Asked to stop (Ctrl-C, SIGTERM); the checkpoint of the last whole round is written."""
+
+    def __init__(self, t: int, path: Path) -> None:
+        super().__init__(f"stopped after round {t}. Go on with: fedmix train {path} --resume")
+
+
+def make_engine(name: str, workers: int | None, experiment: Experiment, store: Store) -> Engine:
+    algorithm, federation, seed = experiment.algorithm, experiment.federation, experiment.recipe.seed
+    if name == "serial":
+        return SerialEngine(algorithm, federation, seed, store)
+    if name == "local":
+        count = workers if workers is not None else len(os.sched_getaffinity(0))
+        if count < 1:
+            raise SettingError(f"--workers must be 1 or more. Got {count} instead.")
+        return LocalEngine(algorithm, federation, seed, store, count)
+    raise SettingError(one_of("--engine", name, ENGINES))
+
+
+def run(
+    experiment: Experiment,
+    directory: RunDirectory,
+    engine: str = "local",
+    workers: int | None = None,
+    watch: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Train, from the last checkpoint if there is one, and write the summary, which is also returned."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    state = algorithm.init(recipe.seed)
+    checkpoints = Checkpoints(directory.path / "checkpoints", recipe.checkpoint.keep)
+    found = checkpoints.load_last(state)
+    if found and found.round > recipe.rounds:
+        raise RunError(
+            f"the run is at round {found.round} already; it cannot end at round {recipe.rounds}. Raise --rounds."
+        )
+    store: Store = DiskStore(directory.path / "clients") if recipe.checkpoint.clients == "disk" else MemoryStore()
+    carried: dict[str, Any] = {"proxy": {}, "seconds": 0.0}
+    if found:
+        state, carried = found.state, found.carried
+        for client, private in found.clients.items():
+            store.put(client, private)
+        store.take_changed()
+    elif recipe.warm_start:
+        state = algorithm.warm_start(state, _experts_of(Path(recipe.warm_start)), stream(recipe.seed, "warm start"))
+    directory.cut_metrics(state.round)
+
+    with closing(make_engine(engine, workers, experiment, store)) as started, _deferred_signals() as asked_to_stop:
+        directory.describe_environment(started.name, started.workers, recipe.seed)
+        directory.describe_federation(federation)
+        per_round = recipe.clients_per_round
+        for step in rounds(algorithm, started, state, recipe.seed, len(federation), per_round, recipe.rounds):
+            state = step.state
+            carried["proxy"] |= {str(s): v for s, v in _proxies(step).items()}
+            carried["seconds"] += step.seconds
+            line = _metrics(experiment, started, step, carried["proxy"])
+            directory.append_metrics(line)
+            last = step.t == recipe.rounds
+            if last or asked_to_stop() or step.t % recipe.checkpoint.every == 0:
+                checkpoints.save(state, store, carried)
+            if watch:
+                watch(Progress(step.t, recipe.rounds, line))
+            if asked_to_stop() and not last:
+                raise Stopped(step.t, directory.path)
+        summary = summarise(experiment, started, state, directory, carried)
+    directory.finish(summary)
+    return summary
+
+
+def _proxies(step: Round) -> dict[int, float]:
+    """Local accuracy while training: each client's own score, on validation data, of the weights it just sent."""
+    numbers = {reply.client: reply.message.numbers for reply in step.replies}
+    return {s: n["correct"] / n["points"] for s, n in numbers.items() if n["points"]}
+
+
+def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[str, float]) -> dict[str, Any]:
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    line: dict[str, Any] = {
+        "round": step.t,
+        "loss": step.loss,
+        "bytes_down": step.bytes_down,
+        "bytes_up": step.bytes_up,
+        "seconds": round(step.seconds, 4),
+        "divergence": step.diagnosis.divergence,
+        "clients": [reply.client for reply in step.replies],
+        **step.diagnosis.detail,
+    }
+    if step.t % recipe.evaluation.every == 0 or step.t == recipe.rounds:
+        began = time.perf_counter()
+        server = evaluate.client_scores(algorithm, engine, step.state, len(federation), "validation", step.t)
+        whole = evaluate.global_score(
+            algorithm, engine, step.state, federation, "validation", recipe.evaluation.share_private
+        )
+        line["accuracy"] = {
+            "local": evaluate.scores_of({int(s): value for s, value in proxy.items()}).summary(),
+            "server": server.summary(),
+            "global": whole.accuracy,
+        }
+        line["bytes_evaluation"] = whole.bytes
+        line["seconds_evaluation"] = round(time.perf_counter() - began, 4)
+        line |= algorithm.describe(step.state)
+    return line
+
+
+def summarise(
+    experiment: Experiment, engine: Engine, state: State, directory: RunDirectory, carried: dict[str, Any]
+) -> dict[str, Any]:
+    """summary.json: what came out, on test data, and what it cost."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    lines = directory.metrics()
+    everyone = len(federation)
+    server = evaluate.client_scores(algorithm, engine, state, everyone, "test", recipe.rounds)
+    epochs = recipe.evaluation.finetune_epochs
+    local = evaluate.client_scores(algorithm, engine, state, everyone, "test", recipe.rounds, finetune=epochs)
+    whole = evaluate.global_score(algorithm, engine, state, federation, "test", recipe.evaluation.share_private)
+    described = algorithm.describe(state)
+    summary: dict[str, Any] = {
+        "algorithm": recipe.algorithm,
+        "recipe": recipe.name,
+        "rounds": recipe.rounds,
+        "seed": recipe.seed,
+        "clients": everyone,
+        "parameters": experiment.model.parameters,
+        "bytes_down": sum(line["bytes_down"] for line in lines),
+        "bytes_up": sum(line["bytes_up"] for line in lines),
+        "bytes_evaluation": sum(line.get("bytes_evaluation", 0) for line in lines) + whole.bytes,
+        "loss": lines[-1]["loss"],
+        "accuracy": {"local": local.summary(), "server": server.summary(), "global": whole.accuracy},
+        "accuracy_of_clients": {
+            name: {federation.names[s]: value for s, value in zip(scores.clients, scores.accuracy, strict=True)}
+            for name, scores in (("local", local), ("server", server))
+        },
+        "seconds": round(carried["seconds"], 2),
+        **described,
+    }
+    if whole.why:
+        summary["notes"] = {"accuracy.global": whole.why}
+    if federation.groups is not None:
+        summary["groups"] = list(federation.groups)
+        if "q_zs" in described:
+            summary["clusters"] = evaluate.clusters(described["q_zs"], federation.groups)
+    return summary
+
+
+def _experts_of(path: Path) -> Any:
+    from fedmix.experiment.trained import load
+
+    return load(path).experts
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM wait for the end of the round; a second Ctrl-C does not."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

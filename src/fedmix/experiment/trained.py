@@ -1,0 +1,120 @@
+"""After training: `load(RUN)`, a client's predictions with its own gate, experts as state dicts, a client as a module.
+
+A run directory is enough; the data is not needed.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedmix.core.mixture import Mixture
+from fedmix.core.tree import Params, subtree
+from fedmix.engines.client import predict
+from fedmix.errors import DataError, RunError
+from fedmix.experiment.build import build_algorithm, build_model
+from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.recipe import Recipe, read_recipe
+from fedmix.experiment.record import read_metrics
+
+
+class TrainedRun:
+    """A run directory brought back to life, at its last checkpoint."""
+
+    def __init__(self, path: Path, recipe: Recipe, model: Callable[[], nn.Module] | nn.Module | None) -> None:
+        self.path = path
+        self.recipe = recipe
+        about = json.loads((path / "federation.json").read_text())
+        self.clients: list[str] = about["clients"]
+        example = torch.zeros(2, *about["input"])
+        self._model = build_model(recipe.model, example, about["classes"], model)
+        self._algorithm = build_algorithm(recipe, self._model, len(self.clients), about["categories"], example)
+        checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
+        found = checkpoints.load_last(self._algorithm.init(recipe.seed))
+        if found is None:
+            raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
+        self.round = found.round
+        self._state = found.state
+        self._privates = found.clients
+
+    @property
+    def experts(self) -> tuple[Params, ...]:
+        """The shared models, each as a state dict for the user's own module."""
+        return self._algorithm.experts(self._state)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json; a run that has not ended has none."""
+        file = self.path / "summary.json"
+        if not file.exists():
+            raise RunError(f"{self.path} has no summary: the run is at round {self.round} of {self.recipe.rounds}.")
+        summary: dict[str, Any] = json.loads(file.read_text())
+        return summary
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, a dict a round."""
+        return read_metrics(self.path)
+
+    def client(self, client: int | str) -> "TrainedClient":
+        """A client by number or by name."""
+        if isinstance(client, int) and 0 <= client < len(self.clients):
+            number = client
+        elif str(client) in self.clients:
+            number = self.clients.index(str(client))
+        else:
+            known = ", ".join(self.clients[:5])
+            raise DataError(f"a client must be one of {len(self.clients)} ({known}, ...). Got {client!r} instead.")
+        return TrainedClient(self, number)
+
+
+class TrainedClient:
+    """One client's predictor: the server's experts with its own private parts."""
+
+    def __init__(self, run: TrainedRun, number: int) -> None:
+        self._run = run
+        self._message = run._algorithm.broadcast(run._state, number)
+        self.took_part = number in run._privates
+        new = run._algorithm.new_client(run.recipe.seed)
+        self._private = run._privates[number] if self.took_part else new
+
+    def log_prob(self, x: Any) -> Tensor:
+        """log p(y|x,s): [N, ...] -> [N, classes]."""
+        return predict(self._run._algorithm, self._message, self._private, _tensor(x))
+
+    def predict(self, x: Any) -> Tensor:
+        """The most probable label of each input: [N, ...] -> [N]."""
+        return self.log_prob(x).argmax(dim=1)
+
+    def expert_weights(self, x: Any) -> Tensor:
+        """p(z|x,s): how much each expert that the client holds counts for each input. [N, ...] -> [N, K']"""
+        with torch.no_grad():
+            return self.module().expert_weights(_tensor(x))
+
+    def module(self) -> Mixture:
+        """The client's whole predictor as one `nn.Module` that gives log p(y|x,s); `torch.export` takes it."""
+        gate = subtree(self._private, "gate")
+        tensors = self._message.tensors
+        if not gate:
+            return Mixture(self._run._model, [{**tensors, **self._private}], None).eval()
+        held = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
+        theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}
+        return Mixture(self._run._model, [subtree(tensors, f"expert.{k}") for k in held], theta).eval()
+
+
+def load(run: str | Path, model: Callable[[], nn.Module] | nn.Module | None = None) -> TrainedRun:
+    """The models of a run directory. `model`: needed again where it was handed over in Python."""
+    path = Path(run)
+    for name in ("recipe.toml", "federation.json"):
+        if not (path / name).is_file():
+            raise RunError(f"{path} must be a run directory. It has no {name}.")
+    return TrainedRun(path, read_recipe(str(path)), model)
+
+
+def _tensor(x: Any) -> Tensor:
+    return x.float() if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x, dtype=np.float32))
