@@ -31,6 +31,9 @@ class Model:
         self.classes = classes
         with stream(0, "template").torch():  # buffers, if random, are the same in every process
             self.module = _fresh(build)
+        self._layers: dict[str, nn.Module] = dict(self.module.named_modules())
+        everything = list(self.module.named_parameters(remove_duplicate=False))
+        self._tied = len(everything) > len(list(self.module.parameters()))
         self._refuse_what_cannot_be_averaged()
         with torch.no_grad():
             logits, features = self.apply(self._params(self.module), example, training=False)
@@ -53,7 +56,7 @@ class Model:
             self.module.train(training)
         caught: list[Tensor] = []
         with _hook(self._layer(self.output), before=lambda _, args: caught.append(args[0])):
-            logits = functional_call(self.module, dict(params), (x,))
+            logits = self._call(params, x)
         if len(caught) != 1:
             raise ModelError(
                 f"the output layer {self.output!r} must be used once in a forward pass. It was used {len(caught)} times; "
@@ -75,7 +78,7 @@ class Model:
         self.module.train(False)
         try:
             with _hook(self._layer(layer), after=stop):
-                functional_call(self.module, dict(params), (x,))
+                self._call(params, x)
         except _Reached as reached:
             return reached.value
         raise ModelError(f"layer {layer!r} is not used in a forward pass.")
@@ -84,8 +87,7 @@ class Model:
         """Logits [B, classes] where `layer` gives `value` instead of what it would."""
         self.module.train(False)
         with _hook(self._layer(layer), after=lambda _, __, ___: value):
-            logits: Tensor = functional_call(self.module, dict(params), (x,))
-        return logits
+            return self._call(params, x)
 
     def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor) -> list[str]:
         """Names of the layers that hold parameters, in the order in which a forward pass leaves them."""
@@ -95,11 +97,15 @@ class Model:
             if next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_hook(lambda *_, name=name: order.append(name)))
         try:
-            functional_call(self.module, dict(params), (x,))
+            self._call(params, x)
         finally:
             for handle in handles:
                 handle.remove()
         return list(dict.fromkeys(order))
+
+    def _call(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.module, dict(params), (x,), tie_weights=self._tied)
+        return logits
 
     def module_with(self, params: Mapping[str, Tensor]) -> nn.Module:
         """An ordinary module with these parameters, for use outside of a federation."""
@@ -111,14 +117,12 @@ class Model:
         return {name: value.detach().clone() for name, value in module.named_parameters()}
 
     def _layer(self, name: str) -> nn.Module:
-        known = dict(self.module.named_modules())
-        if not name or name not in known:
+        if not name or name not in self._layers:
             raise ModelError(
-                f"the model has no layer {name!r}; its layers are {', '.join(n for n in known if n)}. "
+                f"the model has no layer {name!r}; its layers are {', '.join(n for n in self._layers if n)}. "
                 "Name one of them (setting model.output for the output layer)."
             )
-        layer: nn.Module = known[name]
-        return layer
+        return self._layers[name]
 
     def _refuse_what_cannot_be_averaged(self) -> None:
         for name, module in self.module.named_modules():

@@ -34,7 +34,10 @@ class LocalEngine:
         self.workers = workers
         self._new = algorithm.new_client(seed)
         self._down = Arena()
-        self._workers = [_Worker(algorithm, clients, seed, self._down) for _ in range(workers)]
+        self._workers: list[_Worker] = []
+        for _ in range(workers):
+            servers_ends = [worker.pipe for worker in self._workers]
+            self._workers.append(_Worker(algorithm, clients, seed, self._down, servers_ends))
 
     def private(self, client: int) -> Private:
         """A client's private state; the common start for one that never took part."""
@@ -95,12 +98,16 @@ class LocalEngine:
 class _Worker:
     """One worker process, seen from the server."""
 
-    def __init__(self, algorithm: Algorithm, clients: Clients, seed: int, down: Arena) -> None:
+    def __init__(
+        self, algorithm: Algorithm, clients: Clients, seed: int, down: Arena, servers_ends: list[Connection]
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
         self._up = Arena()
         self.process: ForkProcess = context.Process(
-            target=_serve, args=(other, self.pipe, down, self._up, algorithm, clients, seed), daemon=True
+            target=_serve,
+            args=(other, [*servers_ends, self.pipe], down, self._up, algorithm, clients, seed),
+            daemon=True,
         )
         self.process.start()
         other.close()
@@ -136,14 +143,22 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.process.close()
         self._up.close()
 
 
 def _serve(
-    pipe: Connection, servers_end: Connection, down: Arena, up: Arena, algorithm: Algorithm, clients: Clients, seed: int
+    pipe: Connection,
+    servers_ends: list[Connection],
+    down: Arena,
+    up: Arena,
+    algorithm: Algorithm,
+    clients: Clients,
+    seed: int,
 ) -> None:
     """The life of a worker: a task in, an answer out, until the server closes the pipe."""
-    servers_end.close()
+    for end in servers_ends:  # inherited by the fork; while anybody holds one, a worker would not see the server leave
+        end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which finishes its checkpoint
     torch.set_num_threads(1)
     while True:

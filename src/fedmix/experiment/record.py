@@ -150,6 +150,11 @@ class RunDirectory:
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json of a run that ended."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
     def finish(self, summary: dict[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
 

@@ -69,6 +69,9 @@ def run(
         raise RunError(
             f"the run is at round {found.round} already; it cannot end at round {recipe.rounds}. Raise --rounds."
         )
+    done = directory.summary()
+    if found and done and found.round == recipe.rounds == done["rounds"]:
+        return done
     store: Store = DiskStore(directory.path / "clients") if recipe.checkpoint.clients == "disk" else MemoryStore()
     carried: dict[str, Any] = {"proxy": {}, "seconds": 0.0}
     if found:

@@ -1,0 +1,3 @@
+from fedmix.cli import main
+
+main()

@@ -1,0 +1,251 @@
+"""The command line. Results go to standard output, progress to standard error; bad input is one line and status 2."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fedmix import __version__
+from fedmix.errors import FedmixError, SettingError
+
+METHOD_HELP = "fedmix, fedavg, biased-fedavg, local-global or independent"
+EXAMPLES = """examples:
+  fedmix recipes                                     what can be trained
+  fedmix plan digits-skew                            what it will cost
+  fedmix train digits-permutation --out runs/first   train; results in runs/first
+  fedmix train runs/first --resume                   go on after an interruption
+  fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
+  fedmix train digits-skew --set fedmix.experts=8 --set training.client_lr=0.1
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    args = _parser().parse_args(argv)
+    try:
+        status = args.command(args)
+        sys.stdout.flush()
+    except FedmixError as error:
+        status = _complain(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing to say to it
+        status = 1
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        status = _complain(f"{error.strerror or error}{where}. What was written before is still there.")
+    except KeyboardInterrupt:
+        status = 130
+        print("fedmix: stopped", file=sys.stderr)
+    sys.exit(status)
+
+
+def _complain(message: str) -> int:
+    print("fedmix: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fedmix",
+        description="Train a federated mixture of experts: K expert models shared by all clients, a private gate on each.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fedmix {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = _command(commands, "train", _train, "train one method on one recipe")
+    _recipe_options(train)
+    _run_options(train)
+    train.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    train.add_argument("--seed", type=int, metavar="N", help="of the split, the start and the order of everything")
+    train.add_argument("--warm-start", metavar="RUN", help="start from the experts of another run")
+
+    compare = _command(commands, "compare", _compare, "train several methods, print one table")
+    _recipe_options(compare)
+    _run_options(compare)
+    methods = "fedmix,fedavg,biased-fedavg,local-global"
+    compare.add_argument(
+        "--algorithms", metavar="A,B,...", default=methods, help=f"methods by name (default: {methods})"
+    )
+    compare.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+
+    plan = _command(commands, "plan", _plan, "parameters, bytes, FLOP, memory and time, before anything runs")
+    _recipe_options(plan)
+    plan.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    plan.add_argument("--workers", type=int, metavar="N", help="clients side by side (default: all cores)")
+
+    recipes = _command(commands, "recipes", _recipes, "list the recipes that come with fedmix")
+    recipes.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _command(commands: Any, name: str, function: Callable[[Any], int], help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe by name, a TOML file, or a run directory")
+    parser.add_argument("--rounds", type=int, metavar="N", help="communication rounds")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in fedmix.eta=0.5; repeatable"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", default="local", metavar="E", help="local (all cores) or serial (the plain loop)")
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
+    parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _changes(args: Any, **more: Any) -> dict[str, Any]:
+    from fedmix.experiment.recipe import parse_changes
+
+    changes = parse_changes(args.set)
+    given = {"rounds": args.rounds, **more}
+    return changes | {key: value for key, value in given.items() if value is not None}
+
+
+def _train(args: Any) -> int:
+    from fedmix.experiment.recipe import read_recipe
+
+    warm = str(Path(args.warm_start).resolve()) if args.warm_start else None
+    recipe = read_recipe(args.recipe, args.algorithm, _changes(args, seed=args.seed, warm_start=warm))
+    inside = (Path(args.recipe) / "recipe.toml").is_file()
+    default = args.recipe if inside else f"runs/{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
+    out = Path(args.out or default)
+    summary = _run_one(recipe, out, args)
+    if summary is None:
+        return 130
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        from fedmix.report.text import summary_table
+
+        _print(summary_table(summary))
+        print(f"results: {out}")
+    return 0
+
+
+def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
+    """Train one recipe into one directory; None if it was asked to stop on the way."""
+    from fedmix.experiment.build import build
+    from fedmix.experiment.record import RunDirectory
+    from fedmix.experiment.run import Stopped, run
+    from fedmix.progress import progress
+
+    experiment = build(recipe)
+    directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
+    try:
+        with progress(f"{recipe.algorithm}, seed {recipe.seed}", args.quiet) as watch:
+            return run(experiment, directory, args.engine, args.workers, watch)
+    except Stopped as stopped:
+        print(f"fedmix: {stopped}", file=sys.stderr)
+        return None
+    finally:
+        directory.close()
+
+
+def _compare(args: Any) -> int:
+    from fedmix.experiment.files import write_json
+    from fedmix.experiment.recipe import read_recipe
+    from fedmix.report.text import comparison, comparison_table, q_map
+
+    methods = [name.strip() for name in args.algorithms.split(",") if name.strip()]
+    first = read_recipe(args.recipe, methods[0] if methods else None, _changes(args))
+    seeds = _whole_numbers(args.seeds) if args.seeds else [first.seed]
+    recipes = [read_recipe(args.recipe, method, _changes(args, seed=seed)) for method in methods for seed in seeds]
+    if not recipes:
+        raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
+    out = Path(args.out or f"runs/compare-{first.name}")
+    summaries = []
+    for recipe in recipes:
+        summary = _run_one(recipe, out / f"{recipe.algorithm}-seed{recipe.seed}", args)
+        if summary is None:
+            print("fedmix: the methods before it are done; the same command with --resume goes on", file=sys.stderr)
+            return 130
+        summaries.append(summary)
+    rows = comparison(summaries)
+    write_json(out / "comparison.json", rows)
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    _print(comparison_table(rows))
+    for summary in summaries:
+        if "q_zs" in summary and summary["seed"] == seeds[0]:
+            _print(q_map(summary))
+    print(f"results: {out}")
+    return 0
+
+
+def _plan(args: Any) -> int:
+    from fedmix.experiment.build import build
+    from fedmix.experiment.plan import plan
+    from fedmix.experiment.recipe import read_recipe
+    from fedmix.report.text import plan_table
+
+    costs = plan(build(read_recipe(args.recipe, args.algorithm, _changes(args))), args.workers)
+    if args.json:
+        print(json.dumps(costs))
+    else:
+        _print(plan_table(costs))
+    return 0
+
+
+def _recipes(args: Any) -> int:
+    from fedmix.experiment.recipe import read_recipe, shipped
+
+    rows = []
+    for name in shipped():
+        recipe = read_recipe(name)
+        rows.append(
+            {
+                "recipe": name,
+                "about": recipe.description,
+                "clients": recipe.data.clients,
+                "rounds": recipe.rounds,
+                "side information c": recipe.data.side,
+            }
+        )
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    from rich.table import Table
+
+    table = Table(caption="fedmix train RECIPE; a TOML file of your own works as well", caption_justify="left")
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    _print(table)
+    return 0
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingError(f"--seeds must be whole numbers with commas, as in 0,1,2. Got {text!r} instead.") from None
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 110).print(renderable)
+
+
+if __name__ == "__main__":
+    main()

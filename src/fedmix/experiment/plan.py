@@ -1,0 +1,117 @@
+"""What a recipe will cost, before anything runs: parameters, bytes, FLOP, memory, time.
+
+Nothing here is a formula of its own: one client's update on made-up data of the right shape is really run, and what it
+sends, computes and holds is counted.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedmix.core.tree import flatten, nbytes
+from fedmix.core.types import Examples, Message
+from fedmix.experiment.build import Experiment
+from fedmix.rng import stream
+
+MEASURE_SECONDS = 2.0
+POSTERIOR = {"phi", "q_zs", "c_shares"}  # what FedMix sends beside weights
+
+
+@dataclass(frozen=True)
+class _Trial:
+    reply: Message
+    private_bytes: int
+    flop: int
+    held_bytes: int
+    step_seconds: float
+
+
+def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
+    """The costs of a recipe as a nested dict of numbers."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    state = algorithm.init(recipe.seed)
+    message = algorithm.broadcast(state, None)
+    trial = _try_one_client(experiment, message)
+    cohort = min(recipe.clients_per_round or len(federation), len(federation))
+    points = sum(federation.size(s) for s in range(len(federation))) / len(federation)
+    steps = math.ceil(points / recipe.training.batch_size) * recipe.training.epochs
+    down, up = _split_bytes(message.tensors, experiment), _split_bytes(trial.reply.tensors, experiment)
+    weights, posterior = (down[i] + up[i] for i in (0, 1))
+    side_by_side = min(workers or len(os.sched_getaffinity(0)), cohort)
+    round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
+    return {
+        "recipe": recipe.name,
+        "algorithm": recipe.algorithm,
+        "rounds": recipe.rounds,
+        "clients": len(federation),
+        "clients_per_round": cohort,
+        "points_per_client": points,
+        "steps_per_client": steps,
+        "parameters": experiment.model.parameters,
+        "parameters_shared": sum(w.numel() for expert in algorithm.experts(state) for w in expert.values()),
+        "parameters_private": sum(w.numel() for w in algorithm.new_client(recipe.seed).values()),
+        "bytes": {
+            "weights_per_round": weights * cohort,
+            "posterior_per_round": posterior * cohort,
+            "weights": weights * cohort * recipe.rounds,
+            "posterior": posterior * cohort * recipe.rounds,
+            "total": (weights + posterior) * cohort * recipe.rounds,
+        },
+        "flop_per_round": trial.flop * steps * cohort,
+        "memory": {
+            "server": nbytes(flatten(state)) + cohort * trial.reply.nbytes,
+            "worker": message.nbytes + 2 * trial.reply.nbytes + trial.held_bytes,
+            "private_per_client": trial.private_bytes,
+        },
+        "seconds_per_round": round_seconds,
+        "seconds": round_seconds * recipe.rounds,
+        "workers": side_by_side,
+        "note": "without pruning and evaluation; time estimated from a short measurement on this machine",
+    }
+
+
+def _split_bytes(tensors: Mapping[str, Tensor], experiment: Experiment) -> tuple[int, int]:
+    """Bytes of weights, and of phi and q(z|s)."""
+    own = dict(experiment.model.module.named_parameters())
+    beside = {name: value for name, value in tensors.items() if name in POSTERIOR and name not in own}
+    return nbytes(tensors) - nbytes(beside), nbytes(beside)
+
+
+def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
+    """One mini-batch of noise through the client's own code: what it sends back, computes and holds, and how long it takes."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    rng = stream(recipe.seed, "plan")
+    n = min(recipe.training.batch_size, max(federation.size(s) for s in range(len(federation))))
+    with rng.torch():
+        x = torch.randn(n, *federation.x.shape[1:])
+        y = torch.randint(federation.classes, (n,))
+        c = torch.randint(federation.categories, (n,))
+    data = Examples(x, y, c)
+    private = algorithm.new_client(recipe.seed)
+    held: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+            reply, after = algorithm.client_update(message, private, data, rng, 1)
+        times: list[float] = []
+        began = time.perf_counter()
+        while not times or time.perf_counter() - began < MEASURE_SECONDS:
+            start = time.perf_counter()
+            algorithm.client_update(message, private, data, rng, 1)
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), sorted(times)[len(times) // 2])

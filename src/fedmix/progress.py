@@ -1,0 +1,71 @@
+"""How a run is watched: a bar on a terminal, plain lines elsewhere. Everything goes to standard error."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedmix.report.text import size
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.accuracy = ""
+
+    def take(self, line: dict[str, Any]) -> None:
+        self.bytes += line["bytes_down"] + line["bytes_up"]
+        if "accuracy" in line:
+            local, server = line["accuracy"]["local"]["mean"], line["accuracy"]["server"]["mean"]
+            self.accuracy = f"local {_percent(local)} server {_percent(server)}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+@contextmanager
+def progress(title: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
+    """A function to call after each round."""
+    totals = _Totals()
+    if quiet:
+        yield lambda _: None
+    elif sys.stderr.isatty():
+        yield from _bar(title, totals)
+    else:
+        yield lambda step: _line(title, totals, step)
+
+
+def _line(title: str, totals: _Totals, step: Any) -> None:
+    totals.take(step.metrics)
+    if "accuracy" in step.metrics or step.done == 1:
+        facts = f"loss {step.metrics['loss']:.4f}  {totals.accuracy or 'not evaluated yet'}  sent {size(totals.bytes)}"
+        print(f"{title}  round {step.done}/{step.total}  {facts}", file=sys.stderr, flush=True)
+
+
+def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(title, total=None, facts="starting")
+
+    def show(step: Any) -> None:
+        if not bar.live.is_started:
+            bar.start()  # after the workers were forked: the bar has a thread
+        totals.take(step.metrics)
+        facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(totals.bytes)}"
+        bar.update(task, completed=step.done, total=step.total, facts=facts)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -1,0 +1,193 @@
+"""Run directories as text for a terminal: the paper's table, and q(z|s) as shaded blocks."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+GIB = 2**30
+SHADES = " ░▒▓█"
+NAMES = {
+    "fedmix": "FedMix",
+    "fedavg": "FedAvg",
+    "biased-fedavg": "biased FedAvg",
+    "local-global": "Local/Global",
+    "independent": "independent",
+}
+COLUMNS = {
+    "local": ("accuracy", "local", "mean"),
+    "server": ("accuracy", "server", "mean"),
+    "global": ("accuracy", "global"),
+    "worst decile": ("accuracy", "local", "worst_decile"),
+}
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method: mean and standard deviation over seeds of the paper's columns."""
+    by_method: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for summary in summaries:
+        by_method[summary["algorithm"]].append(summary)
+    rows = []
+    for method, runs in by_method.items():
+        row: dict[str, Any] = {"algorithm": method, "seeds": [run["seed"] for run in runs], "rounds": runs[0]["rounds"]}
+        for column, path in COLUMNS.items():
+            row[column.replace(" ", "_")] = _spread([_at(run, path) for run in runs])
+        row["gib"] = _spread([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs])
+        found = [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
+        if found:
+            row["adjusted_rand_index"] = _spread(found)
+        rows.append(row)
+    return rows
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile beside it."""
+    table = Table(title="Test accuracy and communication", caption=_caption(rows), caption_justify="left")
+    table.add_column("method")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    table.add_column("rounds", justify="right")
+    table.add_column("GiB", justify="right")
+    clusters = any("adjusted_rand_index" in row for row in rows)
+    if clusters:
+        table.add_column("groups found", justify="right")
+    for row in rows:
+        cells = [_percent(row[column.replace(" ", "_")]) for column in COLUMNS]
+        gib = row["gib"]["mean"]
+        last = [_number(row.get("adjusted_rand_index"))] if clusters else []
+        table.add_row(
+            NAMES[row["algorithm"]], *cells, str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}", *last
+        )
+    return table
+
+
+def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    seeds = max(len(row["seeds"]) for row in rows)
+    lines = [
+        "local: after fine-tuning on the client; server: server weights with the client's private parts;",
+        "global: no client identity; worst decile: of local, over clients" + (f"; {seeds} seeds" if seeds > 1 else ""),
+    ]
+    if any("adjusted_rand_index" in row for row in rows):
+        lines.append("groups found: adjusted Rand index of the clients' groups, 1.00 = exactly")
+    return "\n".join(lines)
+
+
+def summary_table(summary: Mapping[str, Any]) -> RenderableType:
+    """One run's result."""
+    parts: list[RenderableType] = [comparison_table(comparison([summary]))]
+    if "q_zs" in summary:
+        parts.append(q_map(summary))
+    return Group(*parts)
+
+
+def q_map(summary: Mapping[str, Any], most: int = 60) -> RenderableType:
+    """q(z|s), what each client returned last, client by expert as shaded blocks, beside the true groups if known."""
+    q: list[list[float]] = summary["q_zs"]
+    groups = summary.get("groups")
+    order = sorted(range(len(q)), key=lambda s: (groups[s] if groups else 0, s))[:most]
+    experts = _by_group(q, groups) if groups else list(range(len(q[0])))
+    text = Text()
+    text.append("q(z|s), client by expert", style="bold")
+    text.append("   white 0, black 1\n" if not groups else "   beside the true groups\n")
+    names = "".join(f"{k:^5}" for k in experts)
+    text.append(f"client  {'group  ' if groups else ''}{names}\n", style="dim")
+    for s in order:
+        text.append(f"{s:>6}  ")
+        if groups:
+            text.append(f"{chr(ord('A') + groups[s] % 26):^5}  ")
+        for k in experts:
+            text.append(" " + SHADES[min(int(q[s][k] * len(SHADES)), len(SHADES) - 1)] * 3 + " ")
+        text.append("\n")
+    if len(q) > most:
+        text.append(f"... and {len(q) - most} more clients\n")
+    return text
+
+
+def _by_group(q: list[list[float]], groups: Sequence[int]) -> list[int]:
+    """Experts in the order of the group that uses them most: their numbers are arbitrary."""
+
+    def main_group(k: int) -> tuple[int, float]:
+        use: dict[int, float] = defaultdict(float)
+        for s, row in enumerate(q):
+            use[groups[s]] += row[k]
+        best = max(use, key=lambda g: use[g])
+        return best, -use[best]
+
+    return sorted(range(len(q[0])), key=main_group)
+
+
+def plan_table(plan: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{plan['recipe']}, {NAMES[plan['algorithm']]}: what it will cost", show_header=False)
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    each = plan["bytes"]
+    for what, much in (
+        ("rounds x clients a round", f"{plan['rounds']:,} x {plan['clients_per_round']} of {plan['clients']:,}"),
+        ("points, steps of a client in a round", f"{plan['points_per_client']:,.1f}, {plan['steps_per_client']:,}"),
+        ("parameters of one model", f"{plan['parameters']:,}"),
+        ("parameters shared, private to a client", f"{plan['parameters_shared']:,}, {plan['parameters_private']:,}"),
+        ("weights sent, down + up", f"{each['weights']:,} bytes = {size(each['weights'])}"),
+        ("phi and q(z|s) sent", f"{each['posterior']:,} bytes = {size(each['posterior'])}"),
+        ("a round sends", size(each["weights_per_round"] + each["posterior_per_round"])),
+        ("computation of a round", f"{plan['flop_per_round'] / 1e9:,.2f} GFLOP"),
+        ("memory: server, each worker", f"{size(plan['memory']['server'])}, {size(plan['memory']['worker'])}"),
+        ("time of a round, of the run", f"{duration(plan['seconds_per_round'])}, {duration(plan['seconds'])}"),
+    ):
+        table.add_row(what, much)
+    table.caption = f"{plan['note']} ({plan['workers']} clients side by side)"
+    return table
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = summary
+    for key in path:
+        value = value[key]
+    return None if value is None else float(value)
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or not known:
+        return {"mean": None, "std": None}
+    mean = sum(known) / len(known)
+    return {
+        "mean": mean,
+        "std": math.sqrt(sum((v - mean) ** 2 for v in known) / len(known)) if len(known) > 1 else None,
+    }
+
+
+def _percent(value: Mapping[str, float | None]) -> str:
+    if value["mean"] is None:
+        return "-"
+    return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if value["std"] is not None else "")
+
+
+def _number(value: Mapping[str, float | None] | None) -> str:
+    if value is None or value["mean"] is None:
+        return "-"
+    return f"{value['mean']:.2f}" + (f" ± {value['std']:.2f}" if value["std"] is not None else "")

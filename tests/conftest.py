@@ -1,0 +1,69 @@
+"""Small federations and experiments that every test can afford."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedmix.data.federation import Federation
+from fedmix.engines.serial import SerialEngine
+from fedmix.engines.store import MemoryStore
+from fedmix.experiment.build import build
+from fedmix.experiment.loop import rounds
+from fedmix.experiment.recipe import make_recipe
+
+METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in a worker, and so that tests do not depend on the machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small_federation(clients=4, points=24, side="label", seed=0):
+    """Clients of different sizes, 3 classes of 2-dimensional blobs, moved a little on each client."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for s in range(clients):
+        y = rng.integers(0, 3, size=points + 4 * s)
+        centres = np.array([[0, 2], [2, 0], [-2, -2]])
+        x = centres[y] + 0.3 * s + rng.normal(size=(len(y), 2))
+        made[f"site-{s}"] = {"x": x, "y": y, "c": np.where(x[:, 0] > 0, "right", "left")}
+    return Federation.from_clients(made, side=side, seed=seed)
+
+
+def small_recipe(algorithm="fedmix", **changes):
+    base = {
+        "rounds": 3,
+        "data.source": "own",
+        "model.hidden": [8],
+        "training.batch_size": 6,
+        "training.client_lr": 0.1,
+        "server.server_lr": 0.02,
+        "fedmix.experts": 3,
+        "evaluation.share_private": True,
+        "evaluation.every": 2,
+        "checkpoint.every": 1,
+    }
+    return make_recipe({"name": "small"}, algorithm, base | changes)
+
+
+def small_experiment(algorithm="fedmix", federation=None, model=None, **changes):
+    recipe = small_recipe(algorithm, **changes)
+    return build(recipe, federation or small_federation(side=recipe.data.side), model)
+
+
+def train_serially(experiment, state=None, store=None, last=None):
+    """The state after the last round, and the clients' private states."""
+    recipe, algorithm = experiment.recipe, experiment.algorithm
+    store = store or MemoryStore()
+    engine = SerialEngine(algorithm, experiment.federation, recipe.seed, store)
+    state = state or algorithm.init(recipe.seed)
+    per_round = recipe.clients_per_round
+    steps = list(
+        rounds(algorithm, engine, state, recipe.seed, len(experiment.federation), per_round, last or recipe.rounds)
+    )
+    return steps, {s: store.get(s) for s in store.clients()}

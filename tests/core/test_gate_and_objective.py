@@ -1,0 +1,124 @@
+"""The gate (eq:gate_design), the log-joint, the bound, the losses and the mixture, against loops in float64."""
+
+import math
+
+import pytest
+import torch
+
+from fedmix.core import gate, objective
+
+K, B, H, CLASSES = 3, 6, 4, 5
+
+
+@pytest.fixture
+def world():
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    theta = {"pi": draw(K), "A": draw(H, K), "b": draw(K)}
+    return theta, draw(K, B, H), draw(K, B, CLASSES), torch.randint(CLASSES, (B,), generator=g)
+
+
+def softmax(values):
+    exps = [math.exp(v) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def naive_gate(theta, features, i, held, over):
+    pi = softmax([float(theta["pi"][k]) for k in held])
+    h = [sum(pi[j] * float(features[j, i, d]) for j in range(len(held))) for d in range(H)]
+    logits = [sum(float(theta["A"][d, k]) * h[d] for d in range(H)) + float(theta["b"][k]) for k in over]
+    return softmax(logits)
+
+
+def test_gate_equals_the_papers_formula(world):
+    theta, features, _, _ = world
+    p = gate.log_gate(theta, features, [0, 1, 2]).exp()
+    for i in range(B):
+        assert p[i].tolist() == pytest.approx(naive_gate(theta, features, i, [0, 1, 2], [0, 1, 2]), abs=1e-12)
+
+
+def test_gate_of_a_pruned_client_renormalises_pi_and_in_prediction_the_softmax(world):
+    theta, features, _, _ = world
+    held = [0, 2]
+    training = gate.log_gate(theta, features[held], held).exp()
+    prediction = gate.log_gate(theta, features[held], held, over=held).exp()
+    for i in range(B):
+        assert training[i].tolist() == pytest.approx(naive_gate(theta, features[held], i, held, [0, 1, 2]), abs=1e-12)
+        assert prediction[i].tolist() == pytest.approx(naive_gate(theta, features[held], i, held, held), abs=1e-12)
+
+
+def test_new_gate_is_uniform():
+    theta = gate.new_gate(H, K)
+    p = gate.log_gate(theta, torch.randn(K, B, H), [0, 1, 2]).exp()
+    assert torch.allclose(p, torch.full((B, K), 1 / K))
+
+
+def test_mean_gate_equals_a_loop_over_clients(world):
+    _, features, _, _ = world
+    g = torch.Generator().manual_seed(5)
+    thetas = [
+        {
+            "pi": torch.randn(K, generator=g).double(),
+            "A": torch.randn(H, K, generator=g).double(),
+            "b": torch.randn(K, generator=g).double(),
+        }
+        for _ in range(7)
+    ]
+    p_s = torch.tensor([0.1, 0.2, 0.05, 0.25, 0.1, 0.1, 0.2], dtype=torch.float64)
+    wanted = sum(p * gate.log_gate(theta, features, [0, 1, 2]).exp() for p, theta in zip(p_s, thetas, strict=True))
+    for chunk in (1, 3, 64):
+        got = gate.mean_log_gate(thetas, p_s, features, [0, 1, 2], chunk=chunk).exp()
+        assert torch.allclose(got, wanted, atol=1e-12)
+
+
+def test_log_likelihood_is_cross_entropy_of_each_expert(world):
+    _, _, logits, y = world
+    got = objective.log_likelihood(logits, y)
+    for k in range(K):
+        wanted = -torch.nn.functional.cross_entropy(logits[k], y, reduction="none")
+        assert torch.allclose(got[:, k], wanted, atol=1e-12)
+
+
+def test_bound_losses_and_mixture_equal_loops(world):
+    theta, features, logits, y = world
+    log_lik = objective.log_likelihood(logits, y)
+    log_gate = gate.log_gate(theta, features, [0, 1, 2])
+    joint = objective.log_joint(log_lik, log_gate)
+    g = torch.Generator().manual_seed(2)
+    phi = torch.softmax(torch.randn(2, K, generator=g, dtype=torch.float64), dim=1)
+    c = torch.tensor([0, 1, 1, 0, 1, 0])
+    beta = 0.8
+    bound = loss = direct = 0.0
+    for i in range(B):
+        p_gate = naive_gate(theta, features, i, [0, 1, 2], [0, 1, 2])
+        p_lik = [softmax(logits[k, i].tolist())[int(y[i])] for k in range(K)]
+        q = phi[c[i]].tolist()
+        expected = sum(q[k] * (math.log(p_lik[k]) + math.log(p_gate[k])) for k in range(K))
+        bound += expected - beta * sum(v * math.log(v) for v in q)
+        loss -= expected / B
+        direct -= math.log(sum(p_lik[k] * p_gate[k] for k in range(K))) / B
+    assert float(objective.lower_bound(joint, phi, c, beta)) == pytest.approx(bound, abs=1e-10)
+    assert float(objective.bound_loss(log_lik, log_gate, phi[c], phi[c])) == pytest.approx(loss, abs=1e-10)
+    assert float(objective.direct_loss(joint)) == pytest.approx(direct, abs=1e-10)
+    mixture = objective.log_mixture(logits, log_gate).exp()
+    for i in range(B):
+        p_gate = naive_gate(theta, features, i, [0, 1, 2], [0, 1, 2])
+        wanted = [sum(p_gate[k] * softmax(logits[k, i].tolist())[v] for k in range(K)) for v in range(CLASSES)]
+        assert mixture[i].tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_bound_is_never_above_the_direct_objective_for_beta_one(world):
+    """Jensen: with beta = 1 the bound holds for any q, and is tight at the true posterior."""
+    theta, features, logits, y = world
+    joint = objective.log_joint(objective.log_likelihood(logits, y), gate.log_gate(theta, features, [0, 1, 2]))
+    direct = -objective.direct_loss(joint) * B
+    each = torch.arange(B)
+    g = torch.Generator().manual_seed(4)
+    for _ in range(50):
+        phi = torch.softmax(2 * torch.randn(B, K, generator=g, dtype=torch.float64), dim=1)
+        assert objective.lower_bound(joint, phi, each, 1.0) <= direct + 1e-12
+    exact = torch.softmax(joint, dim=1)
+    assert float(objective.lower_bound(joint, exact, each, 1.0)) == pytest.approx(float(direct), abs=1e-10)
