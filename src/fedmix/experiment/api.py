@@ -19,7 +19,7 @@ def train(
     recipe: str | None = None,
     *,
     federation: Federation | None = None,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
+    model: Callable[[], nn.Module] | nn.Module | dict[str, Any] | None = None,
     output: str | None = None,
     out: str | Path,
     engine: str = "local",
@@ -33,10 +33,12 @@ def train(
 
     recipe: a shipped recipe or a file to start from; without one, the defaults.
     federation: own data (`Federation.from_clients`); model: an nn.Module class or a function that builds one (or an
-    object whose layers have reset_parameters); output: the name of its output layer.
+    object whose layers have reset_parameters); output: the name of its output layer. A dict is the recipe's [model].
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
     watch: called after each round.
     """
+    if isinstance(model, dict):
+        settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
     experiment = build(effective, federation, model)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)

@@ -54,12 +54,15 @@ class RunDirectory:
             )
         path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
-        if there and overwrite and not resume:
-            run._clear()
-            there = False
-        if there:
-            run._check_same(recipe)
-        write_bytes(path / "recipe.toml", dump_recipe(recipe).encode())
+        try:
+            if there and overwrite and not resume:
+                run._clear()
+            elif there:
+                run._check_same(recipe)
+            write_bytes(path / "recipe.toml", dump_recipe(recipe).encode())
+        except BaseException:
+            run.close()
+            raise
         return run
 
     def _take_lock(self) -> None:

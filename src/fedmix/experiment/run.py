@@ -94,11 +94,12 @@ def run(
             line = _metrics(experiment, started, step, carried["proxy"])
             directory.append_metrics(line)
             last = step.t == recipe.rounds
-            if last or asked_to_stop() or step.t % recipe.checkpoint.every == 0:
+            stop = asked_to_stop()  # asked once: a signal between here and the end of the step waits for the next one
+            if last or stop or step.t % recipe.checkpoint.every == 0:
                 checkpoints.save(state, store, carried)
             if watch:
                 watch(Progress(step.t, recipe.rounds, line))
-            if asked_to_stop() and not last:
+            if stop and not last:
                 raise Stopped(step.t, directory.path)
         summary = summarise(experiment, started, state, directory, carried)
     directory.finish(summary)

@@ -1,0 +1,165 @@
+"""The Python API: own data, own model, and what can be done with a trained run."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import METHODS, small_federation
+from torch import nn
+
+import fedmix
+from fedmix.errors import DataError, FedmixError, RunError, SettingError
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Linear(2, width)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(torch.relu(self.body(x))))
+
+
+SETTINGS = {
+    "rounds": 8,
+    "fedmix": {"experts": 3, "gamma": 0.5},
+    "training": {"batch_size": 8, "client_lr": 0.2},
+    "server": {"server_lr": 0.05},
+}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def trained(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("api") / "run"
+    run = fedmix.train(
+        federation=small_federation(),
+        model=Net,
+        output="head",
+        out=out,
+        algorithm=request.param,
+        engine="serial",
+        **SETTINGS,
+    )
+    return out, run
+
+
+def test_predictions_of_a_client(trained):
+    _, run = trained
+    federation = small_federation()
+    data = federation.examples(1, "test")
+    client = run.client("site-1")
+    assert torch.equal(client.predict(data.x), run.client(1).predict(data.x.numpy()))
+    accuracy = (client.predict(data.x) == data.y).double().mean().item()
+    assert accuracy == pytest.approx(run.summary["accuracy_of_clients"]["server"]["site-1"])
+    assert client.took_part
+
+
+def test_a_clients_module_predicts_the_same_and_exports(trained):
+    _, run = trained
+    x = small_federation().x[:9]
+    client = run.client(2)
+    module = client.module()
+    with torch.no_grad():
+        assert torch.allclose(module(x), client.log_prob(x), atol=1e-6)
+        weights = client.expert_weights(x)
+        exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+        assert torch.allclose(exported.module()(x[:5]), client.log_prob(x[:5]), atol=1e-6)
+    assert weights.shape == (9, 3 if run.recipe.algorithm == "fedmix" else 1)
+    assert torch.allclose(weights.sum(dim=1), torch.ones(9), atol=1e-6)
+
+
+def test_experts_are_state_dicts(trained):
+    _, run = trained
+    if run.recipe.algorithm in ("fedmix", "fedavg"):
+        net = Net()
+        for expert in run.experts:
+            net.load_state_dict(expert)
+        assert len(run.experts) == (3 if run.recipe.algorithm == "fedmix" else 1)
+
+
+def test_load_needs_the_model_again_and_nothing_else(trained):
+    out, run = trained
+    again = fedmix.load(out, model=Net)
+    x = small_federation().x[:5]
+    assert torch.equal(again.client(0).log_prob(x), run.client(0).log_prob(x))
+    assert again.round == 8
+    assert len(again.metrics) == 8
+    with pytest.raises(SettingError, match=r"hand it over again: fedmix.load\(RUN, model=...\)"):
+        fedmix.load(out)
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path, trained):
+    _, run = trained
+    with pytest.raises(RunError, match="must be a run directory"):
+        fedmix.load(tmp_path)
+    with pytest.raises(DataError, match=r"one of 4 \(site-0, .*Got 'nobody' instead"):
+        run.client("nobody")
+    with pytest.raises(DataError, match="Got 4 instead"):
+        run.client(4)
+
+
+def test_an_object_as_a_model_starts_experts_differently(tmp_path):
+    run = fedmix.train(
+        federation=small_federation(),
+        model=Net(),
+        output="head",
+        out=tmp_path / "r",
+        engine="serial",
+        **SETTINGS | {"rounds": 1},
+    )
+    assert not torch.equal(run.experts[0]["body.weight"], run.experts[1]["body.weight"])
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.out = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.out(self.scale * x)
+
+
+def test_an_object_that_cannot_be_drawn_again_is_refused(tmp_path):
+    with pytest.raises(SettingError, match=r"no reset_parameters\(\).*Give the model's class"):
+        fedmix.train(federation=small_federation(), model=Odd(), output="out", out=tmp_path / "r")
+    run = fedmix.train(
+        federation=small_federation(), model=Odd, output="out", out=tmp_path / "r", engine="serial", rounds=1
+    )
+    assert "scale" in run.experts[0]
+
+
+def test_a_model_without_its_output_layer_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="output must name the output layer"):
+        fedmix.train(federation=small_federation(), model=Net, out=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+MINE = """
+import numpy as np
+from torch import nn
+
+def net(width):
+    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2))
+
+def sites(count):
+    rng = np.random.default_rng(0)
+    draw = lambda k: rng.integers(0, k, 20)
+    return {s: {"x": rng.normal(size=(20, 2)), "y": draw(2), "c": draw(3)} for s in range(count)}
+"""
+
+
+def test_own_models_and_data_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {
+        "model": {"name": "mine:net", "output": "2", "args": {"width": 5}},
+        "data": {"source": "mine:sites", "side": "column", "args": {"count": 3}},
+    }
+    run = fedmix.train(out=tmp_path / "run", rounds=2, engine="serial", **settings)
+    assert run.clients == ["0", "1", "2"]
+    assert np.array(run.summary["q_zc"]).shape == (3, 4)
+    assert fedmix.load(tmp_path / "run").client(0).predict(np.zeros((1, 2))).shape == (1,)
+    with pytest.raises(FedmixError, match=r"model.name must name something that can be imported. 'mine:nett' cannot"):
+        fedmix.train(out=tmp_path / "x", rounds=1, **settings | {"model": {"name": "mine:nett"}})

@@ -1,0 +1,267 @@
+"""The command line as a person uses it: real processes, right and wrong input."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedmix.cli import main
+from fedmix.experiment.recipe import shipped
+
+QUICK = [
+    "--set",
+    "training.epochs=1",
+    "--set",
+    "data.clients=4",
+    "--set",
+    "data.permutations=2",
+    "--set",
+    "fedmix.experts=2",
+]
+NEEDED = [
+    *("algorithm", "recipe", "rounds", "seed", "parameters", "bytes_down", "bytes_up", "accuracy.local.mean"),
+    *("accuracy.server.mean", "accuracy.global", "accuracy.local.worst_decile", "clusters.adjusted_rand_index", "q_zs"),
+]
+
+
+def fedmix(*args):
+    """Call the command line in this process: exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    return ended.value.code
+
+
+def refused(capsys, *args):
+    """The one line that bad input gets."""
+    assert fedmix(*args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert "Traceback" not in err
+    return err
+
+
+def process(*args, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "fedmix", *args], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def test_train_prints_json_and_nothing_else(tmp_path):
+    done = process(
+        "train", "digits-permutation", "--rounds", "2", "--seed", "0", "--out", str(tmp_path / "r"), "--json", *QUICK
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
+    for path in NEEDED:
+        value = summary
+        for key in path.split("."):
+            value = value[key]
+        assert value is not None, path
+    assert len(summary["q_zs"]) == 4
+    assert len(summary["q_zs"][0]) == 2
+    assert re.search(r"round 2/2  loss \d+\.\d+  local .*% server .*%  sent", done.stderr)
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [
+        "checkpoints", "environment.json", "federation.json", "lock", "metrics.jsonl", "recipe.toml", "summary.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", shipped())
+def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys):
+    out = str(tmp_path / "c")
+    methods = "fedmix,fedavg,biased-fedavg,local-global,independent"
+    command = ["compare", recipe, "--algorithms", methods, "--rounds", "2", "--out", out, "--quiet", "--json"]
+    assert fedmix(*command, "--set", "training.epochs=1") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["algorithm"] for row in rows] == methods.split(",")
+    assert all(0 <= row["local"]["mean"] <= 1 for row in rows)
+    assert rows[-1]["gib"]["mean"] == 0
+    assert rows[0]["gib"]["mean"] > 3.9 * rows[1]["gib"]["mean"]
+
+
+def test_compare_over_seeds_prints_mean_and_deviation_and_the_map(tmp_path, capsys):
+    command = ["compare", "digits-permutation", "--algorithms", "fedmix,fedavg", "--seeds", "0,1", "--rounds", "2"]
+    assert fedmix(*command, "--out", str(tmp_path / "c"), "--quiet", *QUICK) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"FedMix .* \d+\.\d ± \d+\.\d .* 2 ", out)
+    assert "q(z|s), client by expert" in out
+    assert re.search(r"[░▒▓█]{3}", out)
+    assert "2 seeds" in out
+    assert fedmix(*command, "--out", str(tmp_path / "c"), "--quiet", "--resume", "--json", *QUICK) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["seeds"] for row in rows] == [[0, 1], [0, 1]]
+
+
+def test_plan_tells_the_bytes_that_are_then_sent(tmp_path, capsys):
+    for method in ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent"):
+        given = ["digits-skew", "--algorithm", method, "--rounds", "2", "--set", "clients_per_round=3"]
+        assert fedmix("plan", *given, "--json") == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert fedmix("train", *given, "--out", str(tmp_path / method), "--quiet", "--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert plan["bytes"]["total"] == summary["bytes_down"] + summary["bytes_up"]
+        assert plan["parameters"] == summary["parameters"] == 64 * 64 + 64 + 64 * 10 + 10
+        per_step = 3 * 2 * 10 * (64 * 64 + 64 * 10) * (4 if method == "fedmix" else 1)  # forward and backward products
+        assert 0.7 < plan["flop_per_round"] / (per_step * plan["steps_per_client"] * 3) < 1.3
+    assert fedmix("plan", "digits-skew") == 0
+    assert "phi and q(z|s) sent" in capsys.readouterr().out
+
+
+def test_recipes_lists_what_there_is(capsys):
+    assert fedmix("recipes", "--json") == 0
+    assert [row["recipe"] for row in json.loads(capsys.readouterr().out)] == shipped()
+    assert fedmix("recipes") == 0
+    assert "digits-rotation" in capsys.readouterr().out
+
+
+def test_help_teaches(capsys):
+    for args in (["--help"], ["train", "--help"], ["compare", "--help"], ["plan", "--help"], ["recipes", "--help"]):
+        assert fedmix(*args) == 0
+    out = capsys.readouterr().out
+    assert "fedmix train runs/first --resume" in out
+    assert "--set KEY=VALUE" in out
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, fedmix.cli\ntry: fedmix.cli.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (["train", "digits-skw"], "did you mean 'digits-skew'"),
+        (["train", "digits-skew", "--set", "fedmix.etta=1"], "did you mean 'eta'"),
+        (["train", "digits-skew", "--set", "fedmix.beta=0"], "fedmix.beta must be more than 0"),
+        (["train", "digits-skew", "--set", "nonsense"], "--set must be key=value"),
+        (["train", "digits-skew", "--algorithm", "fedprox"], "algorithm must be one of"),
+        (["train", "digits-skew", "--engine", "quantum"], "--engine must be one of local, serial"),
+        (["train", "digits-skew", "--workers", "0"], "--workers must be 1 or more"),
+        (["train", "digits-skew", "--rounds", "many"], "argument --rounds: invalid int value: 'many'"),
+        (["train", "digits-skew", "--set", "data.source=imagenet"], "data.source must be one of"),
+        (["train", "digits-skew", "--set", "data.clients=5000"], "needs at least 5000 points"),
+        (["train", "digits-skew", "--set", "data.side=rotation"], "'rotation' is not there"),
+        (["train", "digits-skew", "--warm-start", "nowhere"], "must be a run directory"),
+        (["compare", "digits-skew", "--seeds", "a,b"], "--seeds must be whole numbers"),
+        (["compare", "digits-skew", "--algorithms", ","], "--algorithms must name methods"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(args, wrong, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert wrong in refused(capsys, *args)
+
+
+def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "r"), "--quiet", *QUICK]
+    assert fedmix("train", "digits-permutation", "--rounds", "1", *out) == 0
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in (tmp_path / "r").rglob("*") if p.is_file()}
+    assert "--overwrite" in refused(capsys, "train", "digits-permutation", "--rounds", "1", *out)
+    assert "own settings" in refused(
+        capsys, "train", "digits-permutation", "--rounds", "1", *out, "--resume", "--seed", "9"
+    )
+    assert {p: p.read_bytes() for p in (tmp_path / "r").rglob("*") if p.is_file()} == before
+    assert fedmix("train", "digits-permutation", "--rounds", "1", *out, "--overwrite", "--seed", "9") == 0
+
+
+def test_a_corrupt_checkpoint_is_one_line(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "r"), "--quiet", *QUICK]
+    assert fedmix("train", "digits-permutation", "--rounds", "1", *out) == 0
+    capsys.readouterr()
+    next((tmp_path / "r").rglob("server.safetensors")).write_bytes(b"\x00" * 50)
+    assert "is damaged" in refused(capsys, "train", "digits-permutation", "--rounds", "2", *out, "--resume")
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_good(tmp_path):
+    """Files may not grow beyond what a checkpoint needs: writing fails as on a full disk."""
+    base = ["train", "digits-permutation", "--out", str(tmp_path / "r"), "--set", "checkpoint.every=1", *QUICK]
+    assert process(*base, "--rounds", "1").returncode == 0
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    full = process(*base, "--rounds", "3", "--resume", "--engine", "serial", preexec_fn=small_files)
+    assert full.returncode == 2
+    lines = [line for line in full.stderr.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert "File too large" in lines[0]
+    assert "Traceback" not in full.stderr
+    after = process(*base, "--rounds", "3", "--resume", "--json")
+    assert after.returncode == 0, after.stderr
+    assert json.loads(after.stdout)["rounds"] == 3
+
+
+def test_killed_from_outside_and_resumed_by_the_command_it_was_started_with(tmp_path):
+    """The real command with worker processes, killed with SIGKILL; no worker outlives it."""
+    base = ["train", "digits-permutation", "--rounds", "8", "--set", "checkpoint.every=1", *QUICK]
+    whole = process(*base, "--out", str(tmp_path / "whole"), "--json")
+    command = [sys.executable, "-m", "fedmix", *base, "--out", str(tmp_path / "cut")]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        time.sleep(0.01)
+    children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == running.pid]
+    assert len(children) >= 1
+    running.kill()
+    running.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() and _state(pid) != "Z" for pid in children):
+        assert time.monotonic() < deadline, "workers outlived the server"
+        time.sleep(0.05)
+    again = process("train", str(tmp_path / "cut"), "--resume", "--json")
+    assert again.returncode == 0, again.stderr
+    one, other = json.loads(whole.stdout), json.loads(again.stdout)
+    one.pop("seconds"), other.pop("seconds")
+    assert one == other
+
+
+def _stat(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "0"]
+
+
+def _parent(pid):
+    return int(_stat(pid)[1])
+
+
+def _state(pid):
+    return _stat(pid)[0]
+
+
+def test_ctrl_c_finishes_the_checkpoint_and_says_how_to_go_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "fedmix",
+        "train",
+        "digits-permutation",
+        "--rounds",
+        "500",
+        "--out",
+        str(tmp_path / "r"),
+        *QUICK,
+    ]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert re.search(r"fedmix: stopped after round \d+. Go on with: fedmix train .*/r --resume", err)
+    assert "Traceback" not in err
+    stopped = int(re.search(r"after round (\d+)", err)[1])
+    assert (tmp_path / "r" / "checkpoints" / f"round-{stopped:06d}").is_dir()
