@@ -66,4 +66,4 @@ def train_serially(experiment, state=None, store=None, last=None):
     steps = list(
         rounds(algorithm, engine, state, recipe.seed, len(experiment.federation), per_round, last or recipe.rounds)
     )
-    return steps, {s: store.get(s) for s in store.clients()}
+    return steps, {s: store.get(s, {}) for s in store.clients()}

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from fedmix.data import partition, shift
-from fedmix.data.federation import Federation
+from fedmix.data.federation import Federation, client_number
 from fedmix.data.sources import digits
 from fedmix.errors import DataError
 from fedmix.experiment.build import build_federation
@@ -188,7 +188,7 @@ def test_own_arrays_become_a_federation():
     assert federation.examples(1, "test").c.tolist() == [2, 2]
     assert federation.examples(1, "train").y.tolist() == [0, 1, 2, 0]
     assert (federation.classes, federation.categories) == (3, 3)
-    assert federation.number("south") == federation.number(1) == 1
+    assert client_number(federation.names, "south") == client_number(federation.names, 1) == 1
     by_client = Federation.from_clients(arrays, side="client")
     assert by_client.examples(1, "train").c.tolist() == [1, 1, 1, 1]
     assert by_client.examples(0, "train").c.unique().tolist() == [0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,19 +40,6 @@ class Federation:
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: s for s, name in enumerate(self.names)}
-
-    def number(self, client: int | str) -> int:
-        """The number of a client given by number or name."""
-        if isinstance(client, int) and 0 <= client < len(self):
-            return client
-        if str(client) in self._numbers:
-            return self._numbers[str(client)]
-        known = ", ".join(list(self.names)[:5])
-        raise DataError(f"a client must be one of {len(self)} ({known}, ...). Got {client!r} instead.")
 
     @staticmethod
     def from_clients(
@@ -109,6 +95,15 @@ class Federation:
         except ValueError as error:
             raise DataError(f"x must have the same shape on every client: {error}.") from error
         return Federation(x, y, c, parts, names, classes or found, categories, side)
+
+
+def client_number(names: Sequence[str], client: int | str) -> int:
+    """The number of a client given by number or name."""
+    if isinstance(client, int) and 0 <= client < len(names):
+        return client
+    if str(client) in names:
+        return list(names).index(str(client))
+    raise DataError(f"a client must be one of {len(names)} ({', '.join(names[:5])}, ...). Got {client!r} instead.")
 
 
 def _checked(name: str, block: Mapping[str, Any], side: str) -> dict[str, Any]:

@@ -24,6 +24,11 @@ from fedmix.errors import ClientError, FedmixError, SettingError
 BATCH = 256  # tasks whose private states are in shared memory at once
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class LocalEngine:
     name = "local"
 
@@ -38,11 +43,6 @@ class LocalEngine:
         for _ in range(workers):
             servers_ends = [worker.pipe for worker in self._workers]
             self._workers.append(_Worker(algorithm, clients, seed, self._down, servers_ends))
-
-    def private(self, client: int) -> Private:
-        """A client's private state; the common start for one that never took part."""
-        state = self.store.get(client)
-        return self._new if state is None else state
 
     def run(self, tasks: Sequence[Task]) -> list[Message]:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
@@ -84,7 +84,7 @@ class LocalEngine:
             },
             "tensors": self._down.lay(task.message.tensors),
             "numbers": dict(task.message.numbers),
-            "private": self._down.lay(self.private(task.client)),
+            "private": self._down.lay(self.store.get(task.client, self._new)),
         }
         return json.dumps(order).encode()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedmix.core.types import Algorithm, Clients, Message, Private
+from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.client import Task, perform
 from fedmix.engines.store import Store
 
@@ -18,16 +18,13 @@ class SerialEngine:
         self.store = store
         self._new = algorithm.new_client(seed)
 
-    def private(self, client: int) -> Private:
-        """A client's private state; the common start for one that never took part."""
-        state = self.store.get(client)
-        return self._new if state is None else state
-
     def run(self, tasks: Sequence[Task]) -> list[Message]:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
         answers = []
         for task in tasks:
-            answer, after = perform(self.algorithm, self.clients, self.seed, task, self.private(task.client))
+            answer, after = perform(
+                self.algorithm, self.clients, self.seed, task, self.store.get(task.client, self._new)
+            )
             if task.kind == "train":
                 self.store.put(task.client, after)
             answers.append(answer)

@@ -10,9 +10,15 @@ from fedmix.core.types import Private
 
 
 class Store(Protocol):
-    def get(self, client: int) -> Private | None: ...
+    def get(self, client: int, new: Private) -> Private:
+        """A client's state; `new`, the common start, for one that never took part."""
+        ...
+
     def put(self, client: int, private: Private) -> None: ...
-    def clients(self) -> list[int]: ...
+    def clients(self) -> list[int]:
+        """Those that took part."""
+        ...
+
     def take_changed(self) -> list[int]:
         """Clients whose state was put since the last call."""
         ...
@@ -23,8 +29,8 @@ class MemoryStore:
         self._states: dict[int, Private] = {}
         self._changed: set[int] = set()
 
-    def get(self, client: int) -> Private | None:
-        return self._states.get(client)
+    def get(self, client: int, new: Private) -> Private:
+        return self._states.get(client, new)
 
     def put(self, client: int, private: Private) -> None:
         self._states[client] = private
@@ -52,8 +58,8 @@ class DiskStore:
     def _path(self, client: int) -> Path:
         return self.folder / f"{client}.safetensors"
 
-    def get(self, client: int) -> Private | None:
-        return load_file(self._path(client)) if client in self._known else None
+    def get(self, client: int, new: Private) -> Private:
+        return load_file(self._path(client)) if client in self._known else new
 
     def put(self, client: int, private: Private) -> None:
         part = self._path(client).with_suffix(".part")

@@ -46,7 +46,7 @@ class Checkpoints:
         clients = self.folder / "clients"
         clients.mkdir(parents=True, exist_ok=True)
         for client in store.take_changed():
-            private = store.get(client)
+            private = store.get(client, {})
             if private:
                 file = f"{client}-{state.round:06d}.safetensors"
                 self._files[str(client)] = [file, write_tensors(clients / file, private)]

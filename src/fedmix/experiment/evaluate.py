@@ -2,14 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedmix.core.tree import nbytes
-from fedmix.core.types import Algorithm, Message, State
+from fedmix.core.types import Algorithm, State
 from fedmix.data.federation import Federation
 from fedmix.engines.client import CHUNK, Task
 from fedmix.experiment.loop import Engine
@@ -47,16 +48,13 @@ def client_scores(
     tasks = [
         Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in range(clients)
     ]
-    return scores_of(enumerate_answers(engine.run(tasks)))
+    return scores_of({s: answer.numbers for s, answer in enumerate(engine.run(tasks))})
 
 
-def enumerate_answers(answers: Sequence[Message]) -> dict[int, float]:
-    """{client: accuracy} of the clients that have points."""
-    return {s: a.numbers["correct"] / a.numbers["points"] for s, a in enumerate(answers) if a.numbers["points"]}
-
-
-def scores_of(accuracy: dict[int, float]) -> Scores:
-    return Scores(sorted(accuracy), [accuracy[s] for s in sorted(accuracy)])
+def scores_of(numbers: Mapping[int, Mapping[str, float]]) -> Scores:
+    """From {client: its `correct` and `points`}."""
+    seen = [s for s in sorted(numbers) if numbers[s]["points"]]
+    return Scores(seen, [numbers[s]["correct"] / numbers[s]["points"] for s in seen])
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,18 @@ def global_score(
             None, "it needs the clients' private state, which evaluation.share_private does not allow", 0
         )
     took_part = engine.store.clients()
-    privates = [engine.private(s) for s in took_part]
+    privates = [engine.store.get(s, {}) for s in took_part]
     p_s = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
     message = algorithm.broadcast(state, None)
-    correct = points = 0
+    everything = torch.from_numpy(np.concatenate(federation.parts[part]))
+    correct = 0
     with torch.no_grad():
-        for start in range(0, sum(federation.size(s, part) for s in range(len(federation))), CHUNK):
-            index = torch.cat([torch.from_numpy(own) for own in federation.parts[part]])[start : start + CHUNK]
+        for index in torch.split(everything, CHUNK):
             log_p = algorithm.predict_anonymous(message, privates, p_s / p_s.sum(), federation.x[index])
             correct += int((log_p.argmax(dim=1) == federation.y[index]).sum())
-            points += len(index)
-    return GlobalScore(correct / points if points else None, "", sum(nbytes(private) for private in privates))
+    return GlobalScore(
+        correct / len(everything) if len(everything) else None, "", sum(nbytes(private) for private in privates)
+    )
 
 
 def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> dict[str, Any]:

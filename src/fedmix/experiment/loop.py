@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedmix.core.types import Algorithm, Diagnosis, Message, Private, Reply, State
+from fedmix.core.types import Algorithm, Diagnosis, Message, Reply, State
 from fedmix.engines.client import Task
 from fedmix.engines.store import Store
 from fedmix.rng import cohort
@@ -18,7 +18,6 @@ class Engine(Protocol):
     workers: int
     store: Store
 
-    def private(self, client: int) -> Private: ...
     def run(self, tasks: Sequence[Task]) -> list[Message]: ...
     def close(self) -> None: ...
 

@@ -5,7 +5,6 @@ sends, computes and holds is counted.
 """
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
+from fedmix.engines.local import cores
 from fedmix.experiment.build import Experiment
 from fedmix.rng import stream
 
@@ -44,7 +44,7 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     steps = math.ceil(points / recipe.training.batch_size) * recipe.training.epochs
     down, up = _split_bytes(message.tensors, experiment), _split_bytes(trial.reply.tensors, experiment)
     weights, posterior = (down[i] + up[i] for i in (0, 1))
-    side_by_side = min(workers or len(os.sched_getaffinity(0)), cohort)
+    side_by_side = min(workers or cores(), cohort)
     round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
     return {
         "recipe": recipe.name,

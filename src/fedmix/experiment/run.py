@@ -1,17 +1,16 @@
 """One run from start to end: rounds, evaluations, checkpoints, summary. Stopped and resumed, it gives the same numbers."""
 
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedmix.core.types import State
-from fedmix.engines.local import LocalEngine
+from fedmix.engines.local import LocalEngine, cores
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore, Store
 from fedmix.errors import RunError, SettingError, one_of
@@ -20,6 +19,7 @@ from fedmix.experiment.build import Experiment
 from fedmix.experiment.checkpoint import Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
 from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
 ENGINES = ("local", "serial")
@@ -46,7 +46,7 @@ def make_engine(name: str, workers: int | None, experiment: Experiment, store: S
     if name == "serial":
         return SerialEngine(algorithm, federation, seed, store)
     if name == "local":
-        count = workers if workers is not None else len(os.sched_getaffinity(0))
+        count = cores() if workers is None else workers
         if count < 1:
             raise SettingError(f"--workers must be 1 or more. Got {count} instead.")
         return LocalEngine(algorithm, federation, seed, store, count)
@@ -80,7 +80,7 @@ def run(
             store.put(client, private)
         store.take_changed()
     elif recipe.warm_start:
-        state = algorithm.warm_start(state, _experts_of(Path(recipe.warm_start)), stream(recipe.seed, "warm start"))
+        state = algorithm.warm_start(state, load(recipe.warm_start).experts, stream(recipe.seed, "warm start"))
     directory.cut_metrics(state.round)
 
     with closing(make_engine(engine, workers, experiment, store)) as started, _deferred_signals() as asked_to_stop:
@@ -89,7 +89,8 @@ def run(
         per_round = recipe.clients_per_round
         for step in rounds(algorithm, started, state, recipe.seed, len(federation), per_round, recipe.rounds):
             state = step.state
-            carried["proxy"] |= {str(s): v for s, v in _proxies(step).items()}
+            # local accuracy while training: each client's own score, on validation data, of the weights it just sent
+            carried["proxy"] |= {str(r.client): _score(r.message.numbers) for r in step.replies}
             carried["seconds"] += step.seconds
             line = _metrics(experiment, started, step, carried["proxy"])
             directory.append_metrics(line)
@@ -106,13 +107,11 @@ def run(
     return summary
 
 
-def _proxies(step: Round) -> dict[int, float]:
-    """Local accuracy while training: each client's own score, on validation data, of the weights it just sent."""
-    numbers = {reply.client: reply.message.numbers for reply in step.replies}
-    return {s: n["correct"] / n["points"] for s, n in numbers.items() if n["points"]}
+def _score(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: numbers[name] for name in ("correct", "points")}
 
 
-def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[str, float]) -> dict[str, Any]:
+def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[str, Any]) -> dict[str, Any]:
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
     line: dict[str, Any] = {
         "round": step.t,
@@ -131,7 +130,7 @@ def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[st
             algorithm, engine, step.state, federation, "validation", recipe.evaluation.share_private
         )
         line["accuracy"] = {
-            "local": evaluate.scores_of({int(s): value for s, value in proxy.items()}).summary(),
+            "local": evaluate.scores_of({int(s): numbers for s, numbers in proxy.items()}).summary(),
             "server": server.summary(),
             "global": whole.accuracy,
         }
@@ -179,12 +178,6 @@ def summarise(
         if "q_zs" in described:
             summary["clusters"] = evaluate.clusters(described["q_zs"], federation.groups)
     return summary
-
-
-def _experts_of(path: Path) -> Any:
-    from fedmix.experiment.trained import load
-
-    return load(path).experts
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fedmix.core.mixture import Mixture
 from fedmix.core.tree import Params, subtree
+from fedmix.data.federation import client_number
 from fedmix.engines.client import predict
-from fedmix.errors import DataError, RunError
+from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints
 from fedmix.experiment.recipe import Recipe, read_recipe
@@ -63,14 +64,7 @@ class TrainedRun:
 
     def client(self, client: int | str) -> "TrainedClient":
         """A client by number or by name."""
-        if isinstance(client, int) and 0 <= client < len(self.clients):
-            number = client
-        elif str(client) in self.clients:
-            number = self.clients.index(str(client))
-        else:
-            known = ", ".join(self.clients[:5])
-            raise DataError(f"a client must be one of {len(self.clients)} ({known}, ...). Got {client!r} instead.")
-        return TrainedClient(self, number)
+        return TrainedClient(self, client_number(self.clients, client))
 
 
 class TrainedClient:

@@ -99,7 +99,7 @@ def q_map(summary: Mapping[str, Any], most: int = 60) -> RenderableType:
     experts = _by_group(q, groups) if groups else list(range(len(q[0])))
     text = Text()
     text.append("q(z|s), client by expert", style="bold")
-    text.append("   white 0, black 1\n" if not groups else "   beside the true groups\n")
+    text.append("   blank 0, full block 1\n" if not groups else "   beside the true groups\n")
     names = "".join(f"{k:^5}" for k in experts)
     text.append(f"client  {'group  ' if groups else ''}{names}\n", style="dim")
     for s in order:
