@@ -75,6 +75,11 @@ def test_limits_of_beta(batch):
     assert torch.allclose(hot, torch.full_like(hot, 1 / 5), atol=1e-5)
 
 
+def test_temperature_goes_from_its_start_to_beta_and_stays():
+    assert [posterior.temperature(1.2, 2.0, 4, t) for t in range(1, 7)] == pytest.approx([2.0, 1.8, 1.6, 1.4, 1.2, 1.2])
+    assert posterior.temperature(0.8, 0.0, 10, 1) == 0.8
+
+
 def test_products_that_underflow_do_not():
     """300 points of log-likelihood -1000: the product of probabilities is zero in any float, the closed form is not."""
     log_joint = torch.full((300, 2), -1000.0)

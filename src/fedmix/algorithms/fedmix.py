@@ -77,6 +77,8 @@ def fedmix(
         message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
     ) -> tuple[Message, Private]:
         held = _held(message.tensors)
+        t = int(message.numbers["round"])
+        beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, t)
         shares = posterior.category_shares(data.c, categories)
         phi = private["phi"] if settings.phi == "private" else message.tensors["phi"]
         params = {name: w for name, w in message.tensors.items() if name != "phi"}
@@ -93,12 +95,12 @@ def fedmix(
             if settings.objective == "direct":
                 return objective.direct_loss(joint), phi
             with torch.no_grad():  # phi first, from the same forward pass, without a gradient through it
-                phi_bar, present = posterior.solve_phi(joint, batch.c, categories, settings.beta)
+                phi_bar, present = posterior.solve_phi(joint, batch.c, categories, beta)
                 phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
-        factor = rate_factor(client.schedule, int(message.numbers["round"]), rounds)
+        factor = rate_factor(client.schedule, t, rounds)
         trained = train_client(
             params, phi, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng
         )

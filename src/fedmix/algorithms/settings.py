@@ -52,6 +52,10 @@ class FedmixSettings:
 
     experts: int = 4
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
+    beta_start: float = (
+        0.0  # beta of round 1, from where it goes to `beta` in equal steps; 0: no schedule, as in the paper
+    )
+    beta_rounds: int = 10  # how many rounds that takes
     gamma: float = 0.99  # dampening of phi on the client
     eta: float = 0.0  # pruning threshold: experts with q(z=k|s) < eta/K are left out; 0 prunes nothing
     objective: str = "bound"  # or "direct": eq:globalObjective, which the paper reports to collapse
@@ -66,6 +70,8 @@ class FedmixSettings:
     def __post_init__(self) -> None:
         require(self.experts >= 1, "fedmix.experts", "1 or more", self.experts)
         require(self.beta > 0, "fedmix.beta", "more than 0", self.beta)
+        require(self.beta_start >= 0, "fedmix.beta_start", "more than 0, or 0 for no schedule", self.beta_start)
+        require(self.beta_rounds >= 1, "fedmix.beta_rounds", "1 or more", self.beta_rounds)
         require(0 <= self.gamma <= 1, "fedmix.gamma", "in [0, 1]", self.gamma)
         require(0 <= self.eta <= 1, "fedmix.eta", "in [0, 1]", self.eta)
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)

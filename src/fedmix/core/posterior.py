@@ -23,6 +23,11 @@ def solve_phi(log_joint: Tensor, c: Tensor, categories: int, beta: float) -> tup
     return torch.softmax(mean / beta, dim=1), count > 0
 
 
+def temperature(beta: float, start: float, over: int, t: int) -> float:
+    """beta in round t = 1, 2, ...: from `start` to `beta` in equal steps over some rounds; start 0: always `beta`."""
+    return start + (beta - start) * min((t - 1) / over, 1.0) if start else beta
+
+
 def dampen(phi: Tensor, phi_new: Tensor, present: Tensor, gamma: float) -> Tensor:
     """phi_c <- gamma phi_c + (1 - gamma) phi'_c for the rows that the batch holds; the others keep theirs. [C, K]"""
     return torch.where(present.unsqueeze(1), gamma * phi + (1 - gamma) * phi_new, phi)
