@@ -1,12 +1,15 @@
 """The command line as a person uses it: real processes, right and wrong input."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -85,6 +88,35 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys):
     assert all(0 <= row["local"]["mean"] <= 1 for row in rows)
     assert rows[-1]["gib"]["mean"] == 0
     assert rows[0]["gib"]["mean"] > 3.9 * rows[1]["gib"]["mean"]
+
+
+def test_on_a_terminal_there_is_a_bar_with_loss_accuracy_bytes_and_time_left(tmp_path):
+    server, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 140))
+    command = [
+        sys.executable,
+        "-m",
+        "fedmix",
+        "train",
+        "digits-permutation",
+        "--rounds",
+        "5",
+        "--out",
+        str(tmp_path / "r"),
+        *QUICK,
+    ]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal)
+    os.close(terminal)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal closes with the process
+        while chunk := os.read(server, 4096):
+            seen += chunk
+    os.close(server)
+    assert running.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    assert re.search(r"fedmix, seed 0 .* 5/5 loss \d\.\d+  local .*% server .*%  .* MiB \d:\d\d:\d\d", text), text[
+        -500:
+    ]
 
 
 def test_compare_over_seeds_prints_mean_and_deviation_and_the_map(tmp_path, capsys):

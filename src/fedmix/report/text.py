@@ -1,10 +1,8 @@
 """Run directories as text for a terminal: the paper's table, and q(z|s) as shaded blocks."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -26,11 +24,6 @@ COLUMNS = {
     "global": ("accuracy", "global"),
     "worst decile": ("accuracy", "local", "worst_decile"),
 }
-
-
-def read_summary(run: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return summary
 
 
 def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
