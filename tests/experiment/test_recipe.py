@@ -32,6 +32,12 @@ def test_effective_settings_read_back_the_same(name, tmp_path):
         ({"fedmix.prior": "guess"}, "fedmix.prior must be one of"),
         ({"model.hidden": 64}, "model.hidden must be a list. Got 64"),
         ({"model.hidden": ["wide"]}, "model.hidden must be a whole number. Got 'wide'"),
+        ({"model.dropout": [1.0]}, r"model.dropout must be rates in \[0, 1\)"),
+        (
+            {"model.name": "lenet5", "model.channels": [3]},
+            "model.channels must be 2 numbers for lenet5, or none for its own",
+        ),
+        ({"model.channels": [3]}, "model.channels must be empty: mlp has no such layers"),
         ({"algorithm": "fedavrg"}, r"algorithm must be one of .*did you mean 'fedavg'"),
         ({"data.split": "hus"}, "did you mean 'hsu'"),
         ({"data": 3}, "data must be a table of settings. Got 3"),
@@ -58,13 +64,13 @@ def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
 
 def test_methods_have_exceptions_of_their_own_and_changes_win(tmp_path):
     (tmp_path / "r.toml").write_text(
-        "rounds = 7\n[model]\ndropout = 0.3\n[methods.local-global.model]\ndropout = 0.0\n[methods.fedmix]\nrounds = 9\n"
+        "rounds = 7\n[model]\ndropout = [0.3]\n[methods.local-global.model]\ndropout = []\n[methods.fedmix]\nrounds = 9\n"
     )
     path = str(tmp_path / "r.toml")
     assert read_recipe(path).rounds == 9
-    assert read_recipe(path, "fedavg").model.dropout == 0.3
-    assert read_recipe(path, "local-global").model.dropout == 0.0
-    assert read_recipe(path, "local-global", {"model.dropout": 0.5}).model.dropout == 0.5
+    assert read_recipe(path, "fedavg").model.dropout == [0.3]
+    assert read_recipe(path, "local-global").model.dropout == []
+    assert read_recipe(path, "local-global", {"model.dropout": [0.5]}).model.dropout == [0.5]
     assert read_recipe(path).name == "r"
     (tmp_path / "s.toml").write_text("[methods.fedprox]\nrounds = 9\n")
     with pytest.raises(SettingError, match=r"\[methods.X\] must be one of"):

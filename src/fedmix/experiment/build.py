@@ -19,8 +19,12 @@ from fedmix.data.federation import PARTS, Federation
 from fedmix.data.sources import SOURCES
 from fedmix.errors import DataError, SettingError, one_of
 from fedmix.experiment.recipe import OWN, DataSettings, ModelSettings, Recipe
+from fedmix.models.lenet5 import LeNet5
 from fedmix.models.mlp import mlp
+from fedmix.models.resnet20 import ResNet20
 from fedmix.rng import Stream, stream
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "resnet20": ResNet20}
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,8 @@ def build_model(
 ) -> Model:
     if given is not None:
         factory = partial(_fresh_copy, given) if isinstance(given, nn.Module) else given
-    elif settings.name == "mlp":
-        inputs = int(np.prod(example.shape[1:]))
-        factory = partial(mlp, inputs, classes, settings.hidden, settings.dropout)
+    elif settings.name in MODELS:
+        factory = _named_model(settings, tuple(example.shape[1:]), classes)
     elif settings.name == OWN:
         raise SettingError(
             "this run's model was handed over in Python; hand it over again: fedmix.load(RUN, model=...)."
@@ -72,8 +75,20 @@ def build_model(
     elif ":" in settings.name:
         factory = partial(named_object(settings.name, "model.name"), **settings.args)
     else:
-        raise SettingError(one_of("model.name", settings.name, ("mlp", "package.module:name")))
+        raise SettingError(one_of("model.name", settings.name, [*MODELS, "package.module:name"]))
     return Model(factory, settings.output, example, classes)
+
+
+def _named_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
+    """One of our own models for inputs of this shape; what the recipe leaves out is the model's own."""
+    given = {name: getattr(settings, name) for name in ("hidden", "channels", "dropout") if getattr(settings, name)}
+    if settings.name == "mlp":
+        return partial(mlp, int(np.prod(shape)), classes, **given)
+    if len(shape) != 3 or min(shape[1:]) < 16:
+        raise SettingError(
+            f"model.name = {settings.name!r} needs images [channels, height, width] of 16 pixels or more. Got {list(shape)}."
+        )
+    return partial(MODELS[settings.name], shape, classes, **given)
 
 
 def _fresh_copy(module: nn.Module) -> nn.Module:

@@ -67,13 +67,31 @@ class ModelSettings:
 
     name: str = "mlp"
     output: str = "out"  # the output layer; the gate looks at its input
-    hidden: list[int] = field(default_factory=lambda: [64])
-    dropout: float = 0.0
+    hidden: list[int] = field(
+        default_factory=list
+    )  # widths of hidden layers; none: the model's own (mlp 64, lenet5 512)
+    channels: list[int] = field(
+        default_factory=list
+    )  # of convolutions; none: the model's own (lenet5 32, 64; resnet20 16)
+    dropout: list[float] = field(default_factory=list)  # mlp: after each hidden layer; lenet5: after conv2 and fc
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a model of one's own
 
     def __post_init__(self) -> None:
-        require(all(width >= 1 for width in self.hidden), "model.hidden", "widths of 1 or more", self.hidden)
-        require(0 <= self.dropout < 1, "model.dropout", "in [0, 1)", self.dropout)
+        for name in ("hidden", "channels"):
+            require(
+                all(w >= 1 for w in getattr(self, name)), f"model.{name}", "widths of 1 or more", getattr(self, name)
+            )
+        require(all(0 <= rate < 1 for rate in self.dropout), "model.dropout", "rates in [0, 1)", self.dropout)
+        sizes = {"mlp": (None, 0, len(self.hidden) or 1), "lenet5": (1, 2, 2), "resnet20": (0, 1, 0)}.get(self.name)
+        for setting, most in zip(("hidden", "channels", "dropout"), sizes or (), strict=False):
+            given = getattr(self, setting)
+            if most is not None and len(given) not in (0, most):
+                must = (
+                    f"{most} numbers for {self.name}, or none for its own"
+                    if most
+                    else f"empty: {self.name} has no such layers"
+                )
+                require(False, f"model.{setting}", must, given)
 
 
 @dataclass(frozen=True)
