@@ -99,6 +99,9 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in fedmix.eta=0.5; repeatable"
     )
+    parser.add_argument(
+        "--data-dir", metavar="D", help="where data files are (default: $FEDMIX_DATA, then the user's cache)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -147,7 +150,7 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     from fedmix.experiment.run import Stopped, run
     from fedmix.progress import progress
 
-    experiment = build(recipe)
+    experiment = build(recipe, data_dir=args.data_dir)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
         with progress(f"{recipe.algorithm}, seed {recipe.seed}", args.quiet) as watch:
@@ -197,7 +200,7 @@ def _plan(args: Any) -> int:
     from fedmix.experiment.recipe import read_recipe
     from fedmix.report.text import plan_table
 
-    costs = plan(build(read_recipe(args.recipe, args.algorithm, _changes(args))), args.workers)
+    costs = plan(build(read_recipe(args.recipe, args.algorithm, _changes(args)), data_dir=args.data_dir), args.workers)
     if args.json:
         print(json.dumps(costs))
     else:

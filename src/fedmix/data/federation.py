@@ -30,13 +30,23 @@ class Federation:
     categories: int
     side: str = "label"  # what c is
     groups: Sequence[int] | None = None  # the true group of each client, where it is known
+    mean: tuple[float, ...] = ()  # of images of bytes: (x / 255 - mean) / std, channel by channel
+    std: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
 
     def examples(self, client: int, part: str) -> Examples:
         index = torch.from_numpy(self.parts[part][client])
-        return Examples(self.x[index], self.y[index], self.c[index])
+        return Examples(self.inputs(index), self.y[index], self.c[index])
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """What a model is given for these points: numbers as they are, images of bytes normalised."""
+        x = self.x[index]
+        if x.is_floating_point():
+            return x
+        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.mean, self.std))
+        return (x.float() / 255 - mean) / std
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])

@@ -77,6 +77,24 @@ def shards(labels: Indices, clients: int, per_client: int, rng: Stream) -> list[
     return [np.sort(np.concatenate([pieces[i] for i in own])) for own in deal]
 
 
+def like_training(labels: Indices, pool: Indices, train: list[Indices], rng: Stream) -> list[Indices]:
+    """Points of a pool for every client, in the proportions of its own training labels: equal sizes, no replacement.
+
+    Where a class of the pool has run out, the client's shares are renormalised over what is left.
+    """
+    classes = int(labels.max()) + 1
+    piles = [list(rng.numpy.permutation(pool[labels[pool] == k])) for k in range(classes)]
+    size = len(pool) // len(train)
+    parts: list[Indices] = [np.zeros(0, np.int64)] * len(train)
+    for s in rng.permutation(len(train)):  # in random order: it is not always the same clients that come last
+        shares = np.bincount(labels[train[s]], minlength=classes) / len(train[s])
+        counts = draw_counts(shares, np.array([len(pile) for pile in piles]), size, rng)
+        parts[s] = np.sort(
+            np.array([pile.pop() for k, pile in enumerate(piles) for _ in range(counts[k])], dtype=np.int64)
+        )
+    return parts
+
+
 def three_parts(
     own: Indices, validation: float, test: float, rng: Stream, client: int | str
 ) -> tuple[Indices, Indices, Indices]:

@@ -21,6 +21,7 @@ def train(
     federation: Federation | None = None,
     model: Callable[[], nn.Module] | nn.Module | dict[str, Any] | None = None,
     output: str | None = None,
+    data_dir: str | None = None,
     out: str | Path,
     engine: str = "local",
     workers: int | None = None,
@@ -40,7 +41,7 @@ def train(
     if isinstance(model, dict):
         settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
-    experiment = build(effective, federation, model)
+    experiment = build(effective, federation, model, data_dir)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
         run(experiment, directory, engine, workers, watch)

@@ -16,7 +16,7 @@ from fedmix.core.model import Model
 from fedmix.core.types import Algorithm
 from fedmix.data import partition, shift
 from fedmix.data.federation import PARTS, Federation
-from fedmix.data.sources import SOURCES
+from fedmix.data.sources import SOURCES, Source
 from fedmix.errors import DataError, SettingError, one_of
 from fedmix.experiment.recipe import OWN, DataSettings, ModelSettings, Recipe
 from fedmix.models.lenet5 import LeNet5
@@ -38,11 +38,17 @@ class Experiment:
 
 
 def build(
-    recipe: Recipe, federation: Federation | None = None, model: Callable[[], nn.Module] | nn.Module | None = None
+    recipe: Recipe,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data_dir: str | None = None,
 ) -> Experiment:
-    """The objects of a recipe; a federation or model that was handed over takes the place of the named one."""
-    federation = federation or build_federation(recipe.data, recipe.seed)
-    example = federation.x[:2]
+    """The objects of a recipe; a federation or model that was handed over takes the place of the named one.
+
+    data_dir: where data files are looked for first.
+    """
+    federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
+    example = federation.inputs(torch.arange(2))
     built = build_model(recipe.model, example, federation.classes, model)
     algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example)
     return Experiment(recipe, federation, built, algorithm)
@@ -117,7 +123,7 @@ def named_object(name: str, setting: str) -> Any:
         raise SettingError(f"{setting} must name something that can be imported. {name!r} cannot: {error}.") from error
 
 
-def build_federation(settings: DataSettings, seed: int) -> Federation:
+def build_federation(settings: DataSettings, seed: int, data_dir: str | None = None) -> Federation:
     """Source -> split -> shift -> parts. The split depends on the seed alone, not on method, engine or workers."""
     if settings.source == OWN:
         raise SettingError(
@@ -132,30 +138,52 @@ def build_federation(settings: DataSettings, seed: int) -> Federation:
         )
     if settings.source not in SOURCES:
         raise SettingError(one_of("data.source", settings.source, [*SOURCES, "package.module:name"]))
-    source = SOURCES[settings.source]()
+    source = SOURCES[settings.source](data_dir)
     rng = stream(seed, "data")
-    own = _split(settings, source.y.numpy(), rng.child("split"))
+    parts = _parts(settings, source, rng)
+    own = [np.sort(np.concatenate([part[s] for part in parts])) for s in range(settings.clients)]
     x, y, groups, angle = source.x, source.y, None, None
     if settings.shift == "permute-labels":
         y, groups = shift.permute_labels(y, own, source.classes, settings.permutations, rng.child("shift"))
     elif settings.shift == "rotate":
         x, angle = shift.rotate(x, own, settings.rotation_concentration, rng.child("shift"))
     c, categories = _side(settings.side, y, source.classes, own, groups, angle)
-    parts = [
-        partition.three_parts(index, settings.validation, settings.test, rng.child("parts", s), s)
-        for s, index in enumerate(own)
-    ]
     return Federation(
         x=x,
         y=y,
         c=c,
-        parts={name: [three[i] for three in parts] for i, name in enumerate(PARTS)},
-        names=[str(s) for s in range(len(own))],
+        parts=dict(zip(PARTS, parts, strict=True)),
+        names=[str(s) for s in range(settings.clients)],
         classes=source.classes,
         categories=categories,
         side=settings.side,
         groups=groups,
+        mean=source.mean,
+        std=source.std,
     )
+
+
+def _parts(settings: DataSettings, source: Source, rng: Stream) -> list[list[partition.Indices]]:
+    """Train, validation and test points of every client, all three with its own distribution.
+
+    Without a test set of the publisher's, a client's points are divided; with one, the training set is split, and each
+    client's validation and test points are drawn like its training labels.
+    """
+    labels = source.y.numpy()
+    if source.train == len(labels):
+        own = _split(settings, labels, rng.child("split"))
+        each = [
+            partition.three_parts(index, settings.validation, settings.test, rng.child("parts", s), s)
+            for s, index in enumerate(own)
+        ]
+        return [[three[i] for three in each] for i in range(3)]
+    order = rng.child("validation").permutation(source.train)
+    held_out = round(settings.validation * source.train)
+    pool = np.sort(order[held_out:])
+    train = [pool[index] for index in _split(settings, labels[pool], rng.child("split"))]
+    validation = partition.like_training(labels, np.sort(order[:held_out]), train, rng.child("validation", "deal"))
+    test = partition.like_training(labels, np.arange(source.train, len(labels)), train, rng.child("test"))
+    return [train, validation, test]
 
 
 def _split(settings: DataSettings, labels: Any, rng: Stream) -> list[partition.Indices]:

@@ -80,7 +80,7 @@ def global_score(
     correct = 0
     with torch.no_grad():
         for index in torch.split(everything, CHUNK):
-            log_p = algorithm.predict_anonymous(message, privates, p_s / p_s.sum(), federation.x[index])
+            log_p = algorithm.predict_anonymous(message, privates, p_s / p_s.sum(), federation.inputs(index))
             correct += int((log_p.argmax(dim=1) == federation.y[index]).sum())
     return GlobalScore(
         correct / len(everything) if len(everything) else None, "", sum(nbytes(private) for private in privates)

@@ -42,8 +42,8 @@ class DataSettings:
     permutations: int = 4
     rotation_concentration: float = 1.0
     side: str = "label"  # what c is
-    validation: float = 0.1
-    test: float = 0.2
+    validation: float = 0.1  # share of a client's own points; of the training set where the publisher has a test set
+    test: float = 0.2  # share of a client's own points; not used where the publisher has a test set
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a source of one's own
 
     def __post_init__(self) -> None:
