@@ -1,9 +1,13 @@
 """Small federations and experiments that every test can afford."""
 
+import gzip
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 
+from fedmix.data import sources
 from fedmix.data.federation import Federation
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
@@ -33,6 +37,35 @@ def small_federation(clients=4, points=24, side="label", seed=0):
         x = centres[y] + 0.3 * s + rng.normal(size=(len(y), 2))
         made[f"site-{s}"] = {"x": x, "y": y, "c": np.where(x[:, 0] > 0, "right", "left")}
     return Federation.from_clients(made, side=side, seed=seed)
+
+
+@pytest.fixture
+def small_files(tmp_path, monkeypatch):
+    """Small files in the publishers' formats, found through $FEDMIX_DATA, with checksums of their own."""
+    folder = tmp_path / "publishers"
+    rng = np.random.default_rng(0)
+    cifar = folder / "cifar-10-batches-bin"
+    cifar.mkdir(parents=True)
+    for name in sources.CIFAR10_MD5:
+        rows = rng.integers(0, 256, size=(300, 3073), dtype=np.uint8)
+        rows[:, 0] %= 10
+        (cifar / name).write_bytes(rows.tobytes())
+        monkeypatch.setitem(sources.CIFAR10_MD5, name, hashlib.md5(rows.tobytes()).hexdigest())
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 1500), ("t10k", 300)):
+        images, labels = (
+            rng.integers(0, 256, size=(count, 28, 28), dtype=np.uint8),
+            np.arange(count, dtype=np.uint8) % 10,
+        )
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            data = gzip.compress(header + array.tobytes())
+            (raw / f"{name}.gz").write_bytes(data)
+            monkeypatch.setitem(sources.MNIST_MD5, f"{name}.gz", hashlib.md5(data).hexdigest())
+    monkeypatch.setenv("FEDMIX_DATA", str(folder))
+    monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path / "cache"))
+    return folder
 
 
 def small_recipe(algorithm="fedmix", **changes):

@@ -78,7 +78,7 @@ def test_train_prints_json_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", shipped())
-def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys):
+def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys, small_files):
     out = str(tmp_path / "c")
     methods = "fedmix,fedavg,biased-fedavg,local-global,independent"
     command = ["compare", recipe, "--algorithms", methods, "--rounds", "2", "--out", out, "--quiet", "--json"]
@@ -88,6 +88,21 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys):
     assert all(0 <= row["local"]["mean"] <= 1 for row in rows)
     assert rows[-1]["gib"]["mean"] == 0
     assert rows[0]["gib"]["mean"] > 3.9 * rows[1]["gib"]["mean"]
+
+
+def test_missing_and_damaged_data_is_one_line(tmp_path, capsys, monkeypatch, small_files):
+    monkeypatch.setenv("FEDMIX_DATA", str(tmp_path / "empty"))
+    wrong = refused(capsys, "train", "cifar10", "--out", str(tmp_path / "r"))
+    assert "cifar10 was not found in" in wrong
+    assert "--data-dir or FEDMIX_DATA" in wrong
+    batch = small_files / "cifar-10-batches-bin" / "data_batch_3.bin"
+    whole = batch.read_bytes()
+    batch.write_bytes(whole[:-1] + b"\x07")
+    there = ["train", "cifar10", "--out", str(tmp_path / "r"), "--data-dir", str(small_files)]
+    assert "data_batch_3.bin must have the published checksum" in refused(capsys, *there)
+    batch.unlink()
+    assert "has no data_batch_3.bin" in refused(capsys, *there)
+    assert not (tmp_path / "r").exists()
 
 
 def test_on_a_terminal_there_is_a_bar_with_loss_accuracy_bytes_and_time_left(tmp_path):
