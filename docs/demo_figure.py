@@ -41,13 +41,14 @@ def draw(runs: Path, out: Path) -> None:
         accuracy = [100 * line["accuracy"]["server"]["mean"] for line in points]
         axes[-1].plot(rounds, accuracy, marker="o", color=colour, label=name)
         axes[-1].annotate(
-            name, (rounds[-1], accuracy[-1]), xytext=(-4, -14), textcoords="offset points", ha="right", color=colour
+            name, (rounds[-1], accuracy[-1]), xytext=(0, -20), textcoords="offset points", ha="right", color=colour
         )
     axes[-1].set(
         xlabel="communication round",
         ylim=(0, 100),
         title="accuracy of the server's model, %\n(clients' validation data)",
     )
+    axes[-1].set_xticks(rounds)
     axes[-1].spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=110)
 
