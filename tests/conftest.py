@@ -46,14 +46,16 @@ def small_files(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     cifar = folder / "cifar-10-batches-bin"
     cifar.mkdir(parents=True)
-    for name in sources.CIFAR10_MD5:
+    for name in sources.CIFAR10.md5:
         rows = rng.integers(0, 256, size=(300, 3073), dtype=np.uint8)
         rows[:, 0] %= 10
         (cifar / name).write_bytes(rows.tobytes())
-        monkeypatch.setitem(sources.CIFAR10_MD5, name, hashlib.md5(rows.tobytes()).hexdigest())
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count in (("train", 1500), ("t10k", 300)):
+        monkeypatch.setitem(sources.CIFAR10.md5, name, hashlib.md5(rows.tobytes()).hexdigest())
+    for files, part, count in [
+        (f, *p) for f in (sources.MNIST, sources.FASHION_MNIST) for p in (("train", 1500), ("t10k", 300))
+    ]:
+        raw = folder / files.layouts[0]
+        raw.mkdir(parents=True, exist_ok=True)
         images, labels = (
             rng.integers(0, 256, size=(count, 28, 28), dtype=np.uint8),
             np.arange(count, dtype=np.uint8) % 10,
@@ -62,7 +64,7 @@ def small_files(tmp_path, monkeypatch):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
             data = gzip.compress(header + array.tobytes())
             (raw / f"{name}.gz").write_bytes(data)
-            monkeypatch.setitem(sources.MNIST_MD5, f"{name}.gz", hashlib.md5(data).hexdigest())
+            monkeypatch.setitem(files.md5, f"{name}.gz", hashlib.md5(data).hexdigest())
     monkeypatch.setenv("FEDMIX_DATA", str(folder))
     monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path / "cache"))
     return folder

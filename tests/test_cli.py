@@ -169,8 +169,24 @@ def test_recipes_lists_what_there_is(capsys):
     assert "digits-rotation" in capsys.readouterr().out
 
 
+def test_data_lists_what_is_here_and_where_to_get_the_rest(small_files, capsys, monkeypatch):
+    assert fedmix("data", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["ready"] for row in found["sources"]] == [True] * 4
+    monkeypatch.setenv("FEDMIX_DATA", "/nowhere")
+    assert fedmix("data") == 0
+    assert "cs.toronto.edu" in capsys.readouterr().out
+
+
 def test_help_teaches(capsys):
-    for args in (["--help"], ["train", "--help"], ["compare", "--help"], ["plan", "--help"], ["recipes", "--help"]):
+    for args in (
+        ["--help"],
+        ["train", "--help"],
+        ["compare", "--help"],
+        ["plan", "--help"],
+        ["recipes", "--help"],
+        ["data", "--help"],
+    ):
         assert fedmix(*args) == 0
     out = capsys.readouterr().out
     assert "fedmix train runs/first --resume" in out

@@ -84,6 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
     recipes = _command(commands, "recipes", _recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
+
+    data = _command(commands, "data", _data, "list the data sets: what is here, what is missing, where to get it")
+    data.add_argument("--data-dir", metavar="D", help="look here first (then in $FEDMIX_DATA and the user's cache)")
+    data.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -233,6 +237,30 @@ def _recipes(args: Any) -> int:
         table.add_column(column)
     for row in rows:
         table.add_row(*map(str, row.values()))
+    _print(table)
+    return 0
+
+
+def _data(args: Any) -> int:
+    from fedmix.data.files import folders
+    from fedmix.data.sources import survey
+
+    looked = [str(folder) for folder in folders(args.data_dir)]
+    rows = survey(args.data_dir)
+    if args.json:
+        print(json.dumps({"looked": looked, "sources": rows}))
+        return 0
+    from rich.table import Table
+
+    table = Table(
+        caption=f"looked for in {', '.join(looked)}; change it with --data-dir or FEDMIX_DATA", caption_justify="left"
+    )
+    for column in ("source", "what it is", "here", "where, or where to get it"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        missing = "" if not row["found"] else f"{row['found']} has no {', '.join(row['missing'])}; "
+        where = row["found"] if row["ready"] else f"{missing}{row['publisher']}"
+        table.add_row(row["source"], row["about"], "yes" if row["ready"] else "no", where)
     _print(table)
     return 0
 

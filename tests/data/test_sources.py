@@ -41,6 +41,23 @@ def test_mnist_is_read_plain_or_packed(small_files):
     assert torch.equal(plain.x, packed.x)
 
 
+def test_fashion_mnist_is_not_mistaken_for_mnist(small_files):
+    assert not torch.equal(sources.fashion_mnist().x, sources.mnist().x)
+    assert sources.fashion_mnist().train == 1500
+
+
+def test_the_survey_says_what_is_here_and_what_is_missing(small_files):
+    (small_files / "FashionMNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").unlink()
+    rows = {row["source"]: row for row in sources.survey()}
+    assert rows.keys() == sources.SOURCES.keys()
+    assert rows["mnist"]["ready"]
+    assert rows["mnist"]["found"] == str(small_files / "MNIST" / "raw")
+    assert rows["fashion-mnist"]["missing"] == ["t10k-labels-idx1-ubyte.gz"]
+    assert not rows["fashion-mnist"]["ready"]
+    nowhere = {row["source"]: row for row in sources.survey(None) if row["source"] != "digits"}
+    assert all(row["publisher"].startswith("http") for row in nowhere.values())
+
+
 def test_the_second_time_files_are_not_decoded_again(small_files, monkeypatch):
     first = sources.cifar10()
     monkeypatch.setattr(sources, "cifar_binary", None)

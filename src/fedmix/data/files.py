@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedmix.errors import DataError
@@ -19,26 +21,44 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDMIX_CACHE") or Path(home) / "fedmix")
 
 
-def find(name: str, layouts: list[str], files: list[str], data_dir: str | None, publisher: str) -> list[Path]:
-    """The files of a data set in the first folder and layout that has any of them; each plain or as .gz.
+@dataclass(frozen=True)
+class FileSet:
+    """The files of a data set: where publishers and torchvision lay them, and their published checksums."""
 
-    layouts: subfolders that publishers and torchvision use.
-    """
-    looked = folders(data_dir)
-    for folder in (place / layout for place in looked for layout in layouts):
-        found = [next((p for p in (folder / file, folder / f"{file}.gz") if p.is_file()), None) for file in files]
-        missing = [file for file, path in zip(files, found, strict=True) if path is None]
-        if len(missing) < len(files):
-            if missing:
-                raise DataError(
-                    f"{name} must have all its files. {folder} has no {', '.join(missing)}; get them from {publisher}."
-                )
-            return [path for path in found if path is not None]
-    where = ", ".join(str(place) for place in looked)
-    raise DataError(
-        f"{name} was not found in {where}. Get it from {publisher}, unpack it, and name the folder with --data-dir or "
-        "FEDMIX_DATA."
-    )
+    name: str
+    about: str
+    layouts: tuple[str, ...]  # subfolders of a data folder
+    md5: Mapping[str, str]  # of each file, as it is published; a .gz may also be there unpacked
+    publisher: str
+
+    def look(self, data_dir: str | None) -> tuple[list[Path], list[str]]:
+        """What is there in the first folder that has any of the files, and the names of those that are missing."""
+        for folder in (place / layout for place in folders(data_dir) for layout in self.layouts):
+            found = {name: _plain_or_packed(folder, name) for name in self.md5}
+            missing = [name for name, path in found.items() if path is None]
+            if len(missing) < len(found):
+                return [path for path in found.values() if path is not None], missing
+        return [], list(self.md5)
+
+    def find(self, data_dir: str | None) -> list[Path]:
+        """All the files, or an error that says what is missing and where to get it."""
+        paths, missing = self.look(data_dir)
+        if paths and missing:
+            raise DataError(
+                f"{self.name} must have all its files. {paths[0].parent} has no {', '.join(missing)}; get them from "
+                f"{self.publisher}."
+            )
+        if missing:
+            where = ", ".join(str(place) for place in folders(data_dir))
+            raise DataError(
+                f"{self.name} was not found in {where}. Get it from {self.publisher}, unpack it, and name the folder with "
+                "--data-dir or FEDMIX_DATA."
+            )
+        return paths
+
+
+def _plain_or_packed(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / name.removesuffix(".gz")) if path.is_file()), None)
 
 
 def verify(path: Path, data: bytes, md5: str | None) -> None:
