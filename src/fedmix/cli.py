@@ -151,10 +151,11 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     """Train one recipe into one directory; None if it was asked to stop on the way."""
     from fedmix.experiment.build import build
     from fedmix.experiment.record import RunDirectory
-    from fedmix.experiment.run import Stopped, run
+    from fedmix.experiment.run import Stopped, check, run
     from fedmix.progress import progress
 
     experiment = build(recipe, data_dir=args.data_dir)
+    check(experiment, args.engine, args.workers)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
         with progress(f"{recipe.algorithm}, seed {recipe.seed}", args.quiet) as watch:

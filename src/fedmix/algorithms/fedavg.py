@@ -32,10 +32,19 @@ class FedavgState:
     opt: OptState
 
 
+@dataclass(frozen=True)
+class Locality:
+    """Which parameters stay with their client; and the layers whose outputs are averaged where no client is known."""
+
+    is_local: IsLocal
+    layers: Sequence[str] = ()
+
+
 def fedavg(
-    name: str, is_local: IsLocal, model: Model, rounds: int, client: ClientSettings, server: ServerSettings
+    name: str, locality: Locality, model: Model, rounds: int, client: ClientSettings, server: ServerSettings
 ) -> Algorithm:
-    """FedAvg in which the parameters that `is_local` names stay with their client."""
+    """FedAvg in which some parameters stay with their client."""
+    is_local = locality.is_local
     optimizer = client_optimizer(client)
     w_optimizer = server_optimizer(server)
 
@@ -59,10 +68,12 @@ def fedavg(
             logits, _ = model.apply(params, batch.x, training=True)
             return torch.nn.functional.cross_entropy(logits, batch.y), carry
 
-        factor = rate_factor(client.schedule, int(message.numbers["round"]), rounds)
+        t = int(message.numbers["round"])
+        factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
         params = {**message.tensors, **private}
+        frozen = model.frozen.__contains__
         trained = train_client(
-            params, None, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng
+            params, None, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng, frozen
         )
         shared = {n: w for n, w in trained.params.items() if not is_local(n)}
         local = {n: w for n, w in trained.params.items() if is_local(n)}
@@ -89,18 +100,14 @@ def fedavg(
     def predict_anonymous(message: Message, privates: Sequence[Private], p_s: Tensor, x: Tensor) -> Tensor:
         """Biases are averaged over clients, other local layers by what they give (sec:NewShardInf)."""
         weights = p_s.tolist()
-        if set(local_names) <= {f"{model.output}.bias"}:
+        if not locality.layers:
             mean = {n: sum(p * private[n] for p, private in zip(weights, privates, strict=True)) for n in local_names}
             return predict(message, mean, x)
         models = [{**_weights(message), **private} for private in privates]
-        layer = _last_local_layer(models[0], x)
+        layer = model.layers_in_order(models[0], x[:1], among=locality.layers)[-1]
         outputs = (p * model.layer_output(w, x, layer) for p, w in zip(weights, models, strict=True))
         representation = sum(outputs, torch.zeros(()))
         return torch.log_softmax(model.apply_from(models[0], x, layer, representation), dim=1)
-
-    def _last_local_layer(params: Params, x: Tensor) -> str:
-        order = model.layers_in_order(params, x[:1])
-        return [layer for layer in order if any(n.rpartition(".")[0] == layer for n in local_names)][-1]
 
     def warm_start(state: FedavgState, experts: Sequence[Params], rng: Stream) -> FedavgState:
         if len(experts) != 1:
@@ -127,15 +134,25 @@ def fedavg(
     )
 
 
-def output_bias(model: Model) -> IsLocal:
+def nothing_local() -> Locality:
+    """fedavg."""
+    return Locality(lambda _: False)
+
+
+def everything_local(model: Model) -> Locality:
+    """independent: nothing is exchanged."""
+    return Locality(lambda _: True, [model.output])
+
+
+def output_bias(model: Model) -> Locality:
     """biased-fedavg: each client has an output bias of its own."""
     bias = f"{model.output}.bias"
     if bias not in dict(model.module.named_parameters()):
         raise ModelError(f"biased-fedavg needs an output layer with a bias. {model.output!r} has none; give it one.")
-    return lambda name: name == bias
+    return Locality(lambda name: name == bias)
 
 
-def named_layers(model: Model, settings: LocalGlobalSettings, example: Tensor) -> IsLocal:
+def named_layers(model: Model, settings: LocalGlobalSettings, example: Tensor) -> Locality:
     """local-global: the layers that the recipe names, else the input layer."""
     params = dict(model.module.named_parameters())
     layers = settings.layers or model.layers_in_order(params, example)[:1]
@@ -145,7 +162,7 @@ def named_layers(model: Model, settings: LocalGlobalSettings, example: Tensor) -
             raise SettingError(f"local_global.layers must name layers of the model ({known}). Got {layer!r} instead.")
     if all(any(_inside(name, layer) for layer in layers) for name in params):
         raise SettingError("local_global.layers names every layer; use the method 'independent' for that.")
-    return lambda name: any(_inside(name, layer) for layer in layers)
+    return Locality(lambda name: any(_inside(name, layer) for layer in layers), layers)
 
 
 def _inside(name: str, layer: str) -> bool:

@@ -49,9 +49,18 @@ def fedmix(
     w_optimizer = server_optimizer(server)
     phi_optimizer = server_optimizer(server, settings.phi_lr, rows=True)
     prior = _public_prior(settings.prior, categories)
+    shared_phi = settings.phi == "global" and settings.objective == "bound"
+
+    def frozen(name: str) -> bool:
+        return name.startswith("expert.") and name.split(".", 2)[2] in model.frozen
 
     def init(seed: int) -> FedmixState:
         experts = tuple(model.init(stream(seed, "init", "expert", k)) for k in range(K))
+        if K > 1 and all(torch.equal(w, experts[1][name]) for name, w in experts[0].items()):
+            rng = stream(
+                seed, "init", "noise"
+            )  # a start of the user's own (pretrained weights): equal experts never part
+            experts = tuple(_with_noise(w, rng.child("expert", k)) for k, w in enumerate(experts))
         phi = posterior.uniform(categories, K)
         return FedmixState(
             round=0,
@@ -69,7 +78,7 @@ def fedmix(
     def broadcast(state: FedmixState, s: int | None) -> Message:
         sent = list(range(K)) if s is None else prune.kept(state.q_zs[s], settings.eta, slack=prune.SERVER_SLACK)
         tensors = flatten({str(k): state.experts[k] for k in sent}, "expert")
-        if settings.phi == "global":
+        if shared_phi:
             tensors["phi"] = state.phi
         return Message(tensors, {"round": state.round + 1})
 
@@ -80,7 +89,7 @@ def fedmix(
         t = int(message.numbers["round"])
         beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, t)
         shares = posterior.category_shares(data.c, categories)
-        phi = private["phi"] if settings.phi == "private" else message.tensors["phi"]
+        phi = message.tensors["phi"] if shared_phi else private.get("phi", posterior.uniform(categories, K))
         params = {name: w for name, w in message.tensors.items() if name != "phi"}
         params |= {name: value for name, value in private.items() if name != "phi"}
 
@@ -100,9 +109,9 @@ def fedmix(
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
-        factor = rate_factor(client.schedule, t, rounds)
+        factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
         trained = train_client(
-            params, phi, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng
+            params, phi, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng, frozen
         )
         q_zs = posterior.expert_marginal(trained.carry, shares)
         if settings.marginal == "exact":
@@ -111,21 +120,20 @@ def fedmix(
         tensors = {"q_zs": q_zs} | flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
         private = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
         if settings.phi == "private":
-            private["phi"] = trained.carry
-        else:
+            private["phi"] = posterior.to_simplex(trained.carry, settings.phi_floor)
+        elif shared_phi:
             tensors["phi"] = trained.carry
-        if settings.prior == "reported":
-            tensors["c_shares"] = shares
+            if settings.prior == "reported":
+                tensors["c_shares"] = shares
         return Message(tensors, {"n": len(data), "loss": trained.loss}), private
 
     def _exact_marginal(params: Mapping[str, Tensor], held: list[int], x: Tensor) -> Tensor:
-        """p(z|s) = E_{x ~ D_s}[p(z|x,s)] over the experts that are held: [K]."""
+        """p(z|s) = E_{x ~ D_s}[p(z|x,s)], the gate's softmax over all K as in training: [K]."""
         total = torch.zeros(K)
         with torch.no_grad():
             for part in torch.split(x, 256):
                 _, features = model.apply_all([subtree(params, f"expert.{k}") for k in held], part, training=False)
-                log_p = gate.log_gate(subtree(params, "gate"), features, held, over=held)
-                total[held] += log_p.exp().sum(dim=0)
+                total += gate.log_gate(subtree(params, "gate"), features, held).exp().sum(dim=0)
         return total / len(x)
 
     def server_update(state: FedmixState, replies: Sequence[Reply]) -> tuple[FedmixState, Diagnosis]:
@@ -150,7 +158,7 @@ def fedmix(
         q_zs = state.q_zs.clone()
         q_zs[[reply.client for reply in replies]] = q_s
         after = replace(state, round=state.round + 1, experts=tuple(experts), experts_opt=tuple(experts_opt), q_zs=q_zs)
-        if settings.phi == "global" and settings.objective == "bound":
+        if shared_phi:
             after = _phi_update(after, torch.stack([m["phi"] for m in messages]), p_s, _prior(messages, p_s))
         use = (p_s @ q_s.to(p_s.dtype)).tolist()  # p(z) over the cohort
         detail = {
@@ -198,7 +206,7 @@ def fedmix(
         return replace(state, experts=tuple(fitting(w, like) for w, like in zip(experts, state.experts, strict=True)))
 
     def describe(state: FedmixState) -> dict[str, Any]:
-        return {"q_zc": state.phi.tolist(), "q_zs": state.q_zs.tolist()}
+        return ({"q_zc": state.phi.tolist()} if shared_phi else {}) | {"q_zs": state.q_zs.tolist()}
 
     return Algorithm(
         name="fedmix",

@@ -42,6 +42,8 @@ class Model:
                 f"the model must give [batch, {classes}] logits, one for each class. Got {list(logits.shape)} instead; "
                 f"set its number of outputs to {classes}."
             )
+        self._refuse_buffers_that_change(example)
+        self.frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
         self.features = int(features.shape[1])
         self.parameters = sum(p.numel() for p in self.module.parameters())
 
@@ -89,12 +91,12 @@ class Model:
         with _hook(self._layer(layer), after=lambda _, __, ___: value):
             return self._call(params, x)
 
-    def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor) -> list[str]:
-        """Names of the layers that hold parameters, in the order in which a forward pass leaves them."""
+    def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor, among: Sequence[str] = ()) -> list[str]:
+        """Layers in the order in which a forward pass leaves them: those named, or all that hold parameters of their own."""
         order: list[str] = []
         handles = []
-        for name, module in self.module.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
+        for name, module in self._layers.items():
+            if name in among if among else next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_hook(lambda *_, name=name: order.append(name)))
         try:
             self._call(params, x)
@@ -134,6 +136,18 @@ class Model:
         if not any(True for _ in self.module.parameters()):
             raise ModelError("the model has no parameters to train.")
         self._layer(self.output)
+
+    def _refuse_buffers_that_change(self, example: Tensor) -> None:
+        """Running statistics and the like would depend on which clients a worker has seen."""
+        before = {name: value.clone() for name, value in self.module.named_buffers()}
+        with torch.no_grad(), stream(0, "template").torch():
+            self.apply(self._params(self.module), example, training=True)
+        for name, value in self.module.named_buffers():
+            if not torch.equal(value, before[name]):
+                raise ModelError(
+                    f"buffer {name!r} changes in a forward pass: it is neither a parameter that is averaged nor constant. "
+                    "Use a layer without running statistics (nn.GroupNorm, nn.LayerNorm)."
+                )
 
 
 class _Reached(Exception):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 SERVER_SLACK = 0.9
+ROUNDING = 1e-6  # a q of exactly eta/K comes out of a sum in float32 a little below it
 
 
 def kept(q_zs: Tensor, eta: float, held: list[int] | None = None, slack: float = 1.0) -> list[int]:
@@ -16,7 +17,8 @@ def kept(q_zs: Tensor, eta: float, held: list[int] | None = None, slack: float =
     candidates = list(range(experts)) if held is None else held
     values = q_zs.tolist()
     largest = max(candidates, key=lambda k: values[k])
-    return [k for k in candidates if values[k] >= slack * eta / experts or k == largest]
+    threshold = slack * eta / experts - ROUNDING
+    return [k for k in candidates if values[k] >= threshold or k == largest]
 
 
 def widen(part: Tensor, kept: list[int], experts: int) -> Tensor:
@@ -41,4 +43,4 @@ def renormalise(phi: Tensor, kept: list[int]) -> Tensor:
     if len(kept) == phi.shape[1]:
         return phi
     part = phi[:, kept]
-    return part / part.sum(dim=1, keepdim=True)
+    return part / part.sum(dim=1, keepdim=True).clamp(min=torch.finfo(phi.dtype).tiny)

@@ -39,17 +39,23 @@ def train_client(
     batch_size: int,
     epochs: int,
     rng: Stream,
+    frozen: Callable[[str], bool] = lambda _: False,
 ) -> Trained[Carry]:
-    """SGD on the loss of one mini-batch after the other. An error, or a loss that is not finite, names its step."""
-    current = dict(params)
+    """SGD on the loss of one mini-batch after the other. An error, or a loss that is not finite, names its step.
+
+    frozen: parameters that are used, but not trained.
+    """
+    current = {
+        name: value.clone() for name, value in params.items()
+    }  # a module may touch its weights: not the server's
     state = optimizer.init(current)
     losses: list[float] = []
     with rng.child("dropout").torch():
         for step, index in enumerate(batches(len(data), batch_size, epochs, rng.child("batches")), start=1):
             batch = Examples(data.x[index], data.y[index], data.c[index])
-            leaves = {name: value.detach().requires_grad_() for name, value in current.items()}
+            leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
             try:
-                loss, carry = loss_of(leaves, batch, carry)
+                loss, carry = loss_of(current | leaves, batch, carry)
                 grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             except Exception as error:
                 raise StepError(f"step {step}: {type(error).__name__}: {error}") from error
@@ -59,5 +65,7 @@ def train_client(
             used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
             with torch.no_grad():
                 current, state = optimizer.update(current, used, state, factor)
+    if not all(bool(torch.isfinite(value).all()) for value in current.values()):
+        raise StepError(f"step {len(losses)}: the weights are not finite any more; a smaller client_lr may help")
     last = losses[-max(len(losses) // max(epochs, 1), 1) :]
     return Trained(current, carry, sum(last) / max(len(last), 1))

@@ -1,5 +1,6 @@
 """A federation: arrays, and which of their points each client holds for training, validation and test."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,17 @@ class Federation:
 
     def inputs(self, index: Tensor) -> Tensor:
         """What a model is given for these points: numbers as they are, images of bytes normalised."""
-        x = self.x[index]
-        if x.is_floating_point():
-            return x
-        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.mean, self.std))
-        return (x.float() / 255 - mean) / std
+        return normalised(self.x[index], self.mean, self.std)
+
+    def digest(self) -> str:
+        """A fingerprint of who holds what: labels, side information, parts, and the first points' inputs."""
+        state = hashlib.blake2b(digest_size=16)
+        for tensor in (self.y, self.c, self.x[:256]):
+            state.update(np.ascontiguousarray(tensor.numpy()).tobytes())
+        for part in PARTS:
+            for own in self.parts[part]:
+                state.update(own.astype(np.int64).tobytes() + b"|")
+        return state.hexdigest()
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])
@@ -105,6 +112,17 @@ class Federation:
         except ValueError as error:
             raise DataError(f"x must have the same shape on every client: {error}.") from error
         return Federation(x, y, c, parts, names, classes or found, categories, side)
+
+
+def normalised(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Numbers as float32; images of bytes as (x / 255 - mean) / std, channel by channel."""
+    if x.is_floating_point():
+        return x.float()
+    if not mean:
+        raise DataError(
+            f"x must be numbers with a decimal point. Got {x.dtype} without a mean and std to normalise it with."
+        )
+    return (x.float() / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
 
 
 def client_number(names: Sequence[str], client: int | str) -> int:

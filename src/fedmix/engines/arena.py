@@ -1,6 +1,7 @@
 """Tensors handed between processes through shared memory: one copy in, one copy out, and no pickle."""
 
 import mmap
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fedmix.errors import FedmixError
 
 ALIGN = 64
 Where = list[Any]  # [name, dtype, shape, offset]: JSON
@@ -42,10 +45,22 @@ class Arena:
         self._end = offset + value.numel() * value.element_size()
         if self._end > self._size:
             self._size = max(self._end, 2 * self._size, 1 << 20)
-            self._file.truncate(self._size)
+            self._reserve()
         if value.numel():
             self._view(value.dtype, list(value.shape), offset).copy_(value)
         return offset
+
+    def _reserve(self) -> None:
+        """Room for real: a file that is only promised room kills whoever writes to it once memory is full."""
+        self._file.truncate(self._size)
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._file.fileno(), 0, self._size)
+            except OSError as error:
+                raise FedmixError(
+                    f"shared memory must hold {self._size:,} bytes. It cannot ({error.strerror}): give /dev/shm more, "
+                    "use fewer --workers, or --engine serial."
+                ) from error
 
     def _view(self, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:
         count = 1

@@ -51,6 +51,8 @@ def perform(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
 
 def evaluate(algorithm: Algorithm, message: Message, private: Private, data: Examples) -> dict[str, float]:
     """How many of the client's points are right, of how many, and their summed negative log-likelihood."""
+    if not len(data):
+        return {"correct": 0.0, "points": 0.0, "nll": 0.0}
     log_p = predict(algorithm, message, private, data.x)
     return {
         "correct": float((log_p.argmax(dim=1) == data.y).sum()),

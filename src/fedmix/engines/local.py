@@ -159,7 +159,7 @@ def _serve(
     """The life of a worker: a task in, an answer out, until the server closes the pipe."""
     for end in servers_ends:  # inherited by the fork; while anybody holds one, a worker would not see the server leave
         end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which finishes its checkpoint
+    os.setpgid(0, 0)  # Ctrl-C and SIGTERM to the group are for the server, which finishes its checkpoint
     torch.set_num_threads(1)
     while True:
         try:

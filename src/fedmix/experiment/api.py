@@ -11,7 +11,7 @@ from fedmix.errors import SettingError
 from fedmix.experiment.build import build
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
-from fedmix.experiment.run import Progress, run
+from fedmix.experiment.run import Progress, check, run
 from fedmix.experiment.trained import TrainedRun, load
 
 
@@ -42,6 +42,7 @@ def train(
         settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
     experiment = build(effective, federation, model, data_dir)
+    check(experiment, engine, workers)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
         run(experiment, directory, engine, workers, watch)

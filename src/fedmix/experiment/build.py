@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedmix.algorithms.fedavg import fedavg, named_layers, output_bias
+from fedmix.algorithms.fedavg import Locality, everything_local, fedavg, named_layers, nothing_local, output_bias
 from fedmix.algorithms.fedmix import fedmix
 from fedmix.core.model import Model
 from fedmix.core.types import Algorithm
@@ -58,11 +58,11 @@ def build_algorithm(recipe: Recipe, model: Model, clients: int, categories: int,
     name, client, server = recipe.algorithm, recipe.training, recipe.server
     if name == "fedmix":
         return fedmix(model, clients, categories, recipe.rounds, recipe.fedmix, client, server)
-    rules: dict[str, Callable[[], Callable[[str], bool]]] = {
-        "fedavg": lambda: lambda _: False,
+    rules: dict[str, Callable[[], Locality]] = {
+        "fedavg": nothing_local,
         "biased-fedavg": lambda: output_bias(model),
         "local-global": lambda: named_layers(model, recipe.local_global, example),
-        "independent": lambda: lambda _: True,
+        "independent": lambda: everything_local(model),
     }
     return fedavg(name, rules[name](), model, recipe.rounds, client, server)
 
@@ -76,7 +76,8 @@ def build_model(
         factory = _named_model(settings, tuple(example.shape[1:]), classes)
     elif settings.name == OWN:
         raise SettingError(
-            "this run's model was handed over in Python; hand it over again: fedmix.load(RUN, model=...)."
+            "this run's model was handed over in Python; hand it over again: fedmix.load(RUN, model=...), or to go on "
+            "fedmix.train(model=..., out=RUN, resume=True)."
         )
     elif ":" in settings.name:
         factory = partial(named_object(settings.name, "model.name"), **settings.args)
@@ -127,7 +128,7 @@ def build_federation(settings: DataSettings, seed: int, data_dir: str | None = N
     """Source -> split -> shift -> parts. The split depends on the seed alone, not on method, engine or workers."""
     if settings.source == OWN:
         raise SettingError(
-            "this run's data was handed over in Python; hand it over again: fedmix.load(RUN, federation=...)."
+            "this run's data was handed over in Python; go on there: fedmix.train(federation=..., out=RUN, resume=True)."
         )
     if ":" in settings.source:
         made = named_object(settings.source, "data.source")(**settings.args)

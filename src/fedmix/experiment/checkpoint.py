@@ -93,18 +93,24 @@ class Checkpoints:
         folder = self.folder / name
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
-            state = unflatten(template, _read(folder / "server.safetensors", manifest["server"]))
+            flat = _read(folder / "server.safetensors", manifest["server"])
             clients: dict[int, Params] = {}
             for client, (file, known) in manifest["clients"].items():
                 clients[int(client)] = _read(self.folder / "clients" / file, known) if file else {}
-            loaded = Checkpoint(int(manifest["round"]), state, clients, manifest["carried"])
+            t, carried = int(manifest["round"]), manifest["carried"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             others = [other for other in self.names() if other != name]
             remedy = f"remove {folder} to go on from {others[-1]}" if others else "start again with --overwrite"
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
             raise RunError(f"checkpoint {folder} must be whole. It is damaged ({reason}); {remedy}.") from error
+        try:
+            state = unflatten(template, flat)
+        except (KeyError, ValueError) as error:
+            raise RunError(
+                f"checkpoint {folder} is of another model or federation ({error}); go on with the one that it was trained with."
+            ) from error
         self._files = manifest["clients"]
-        return loaded
+        return Checkpoint(t, state, clients, carried)
 
 
 def _read(path: Path, known: str) -> Params:

@@ -72,19 +72,19 @@ def global_score(
         return GlobalScore(
             None, "it needs the clients' private state, which evaluation.share_private does not allow", 0
         )
+    everything = torch.from_numpy(np.concatenate(federation.parts[part]))
+    if not len(everything):
+        return GlobalScore(None, f"no client has {part} data", 0)
     took_part = engine.store.clients()
     privates = [engine.store.get(s, {}) for s in took_part]
     p_s = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
     message = algorithm.broadcast(state, None)
-    everything = torch.from_numpy(np.concatenate(federation.parts[part]))
     correct = 0
     with torch.no_grad():
         for index in torch.split(everything, CHUNK):
             log_p = algorithm.predict_anonymous(message, privates, p_s / p_s.sum(), federation.inputs(index))
             correct += int((log_p.argmax(dim=1) == federation.y[index]).sum())
-    return GlobalScore(
-        correct / len(everything) if len(everything) else None, "", sum(nbytes(private) for private in privates)
-    )
+    return GlobalScore(correct / len(everything), "", sum(nbytes(private) for private in privates))
 
 
 def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> dict[str, Any]:

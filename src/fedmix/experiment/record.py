@@ -30,6 +30,9 @@ FILES = {
 }
 
 
+PARTIAL = {f"{name}.part" for name in FILES}  # what a process that was killed may leave
+
+
 class RunDirectory:
     """Opened for one process at a time."""
 
@@ -45,7 +48,7 @@ class RunDirectory:
         if path.exists() and not path.is_dir():
             raise RunError(f"{path} must be a directory for the run. It is a file; choose another --out.")
         there = path.is_dir() and any(path.iterdir())
-        if there and not (path / "recipe.toml").exists() and not set(os.listdir(path)) <= {"lock"}:
+        if there and not (path / "recipe.toml").exists() and not set(os.listdir(path)) <= FILES | PARTIAL:
             raise RunError(f"{path} must be a run directory or not exist. It holds other files; choose another --out.")
         there = (path / "recipe.toml").exists()
         if there and not (resume or overwrite):
@@ -76,12 +79,12 @@ class RunDirectory:
             ) from error
 
     def _clear(self) -> None:
-        foreign = sorted(set(os.listdir(self.path)) - FILES - {f"{name}.part" for name in FILES})
+        foreign = sorted(set(os.listdir(self.path)) - FILES - PARTIAL)
         if foreign:
             raise RunError(
                 f"{self.path} holds files that are not of a run ({', '.join(foreign[:3])}); nothing was removed."
             )
-        for name in os.listdir(self.path):
+        for name in sorted(os.listdir(self.path), key="recipe.toml".__eq__):  # last, what says that this is a run
             target = self.path / name
             if target.is_dir():
                 shutil.rmtree(target)
@@ -97,6 +100,13 @@ class RunDirectory:
             raise RunError(
                 f"a run must be resumed with its own settings. {key} was {before[key]!r}, now it is {now[key]!r}; "
                 f"leave it as it was, or choose another --out."
+            )
+        reached = max(
+            (int(p.name.removeprefix("round-")) for p in (self.path / "checkpoints").glob("round-*")), default=0
+        )
+        if recipe.rounds < reached:
+            raise RunError(
+                f"the run is at round {reached} already; it cannot end at round {recipe.rounds}. Raise --rounds."
             )
         if now["rounds"] != before["rounds"] and recipe.training.schedule != "constant":
             raise RunError(
@@ -138,8 +148,16 @@ class RunDirectory:
             "categories": federation.categories,
             "side": federation.side,
             "groups": None if federation.groups is None else list(federation.groups),
+            "mean": list(federation.mean),
+            "std": list(federation.std),
+            "digest": federation.digest(),
         }
-        write_json(self.path / "federation.json", described)
+        file = self.path / "federation.json"
+        if file.exists() and json.loads(file.read_text())["digest"] != described["digest"]:
+            raise RunError(
+                f"a run must be resumed with its own data. What was given differs from what {file} describes."
+            )
+        write_json(file, described)
 
     def cut_metrics(self, last: int) -> None:
         """Keep the lines of rounds up to `last`: what came after belongs to rounds that will be run again."""
@@ -157,6 +175,10 @@ class RunDirectory:
         """summary.json of a run that ended."""
         file = self.path / "summary.json"
         return json.loads(file.read_text()) if file.exists() else None
+
+    def go_on(self) -> None:
+        """A run that goes on has no summary until it ends again."""
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedmix.core.tree import Params
 from fedmix.core.types import State
 from fedmix.engines.local import LocalEngine, cores
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore, Store
-from fedmix.errors import RunError, SettingError, one_of
+from fedmix.errors import SettingError, one_of
 from fedmix.experiment import evaluate
 from fedmix.experiment.build import Experiment
 from fedmix.experiment.checkpoint import Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
+from fedmix.experiment.recipe import OWN, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.trained import load
 from fedmix.rng import stream
@@ -41,16 +43,31 @@ class Stopped(Exception):
         super().__init__(f"stopped after round {t}. Go on with: fedmix train {path} --resume")
 
 
+def _other_runs_experts(experiment: Experiment) -> tuple[Params, ...]:
+    """The experts of the run that the recipe names; a model that was handed over in Python is the same one there."""
+    path = experiment.recipe.warm_start
+    own = (Path(path) / "recipe.toml").is_file() and read_recipe(path).model.name == OWN
+    return load(path, experiment.model.build if own else None).experts
+
+
+def check(experiment: Experiment, engine: str, workers: int | None) -> None:
+    """Refuse what cannot run before anything on disk is touched."""
+    if engine not in ENGINES:
+        raise SettingError(one_of("--engine", engine, ENGINES))
+    if workers is not None and workers < 1:
+        raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
+    if experiment.recipe.warm_start:
+        state = experiment.algorithm.init(experiment.recipe.seed)
+        experiment.algorithm.warm_start(
+            state, _other_runs_experts(experiment), stream(experiment.recipe.seed, "warm start")
+        )
+
+
 def make_engine(name: str, workers: int | None, experiment: Experiment, store: Store) -> Engine:
     algorithm, federation, seed = experiment.algorithm, experiment.federation, experiment.recipe.seed
     if name == "serial":
         return SerialEngine(algorithm, federation, seed, store)
-    if name == "local":
-        count = cores() if workers is None else workers
-        if count < 1:
-            raise SettingError(f"--workers must be 1 or more. Got {count} instead.")
-        return LocalEngine(algorithm, federation, seed, store, count)
-    raise SettingError(one_of("--engine", name, ENGINES))
+    return LocalEngine(algorithm, federation, seed, store, cores() if workers is None else workers)
 
 
 def run(
@@ -65,13 +82,11 @@ def run(
     state = algorithm.init(recipe.seed)
     checkpoints = Checkpoints(directory.path / "checkpoints", recipe.checkpoint.keep)
     found = checkpoints.load_last(state)
-    if found and found.round > recipe.rounds:
-        raise RunError(
-            f"the run is at round {found.round} already; it cannot end at round {recipe.rounds}. Raise --rounds."
-        )
     done = directory.summary()
     if found and done and found.round == recipe.rounds == done["rounds"]:
         return done
+    directory.describe_federation(federation)
+    directory.go_on()
     store: Store = DiskStore(directory.path / "clients") if recipe.checkpoint.clients == "disk" else MemoryStore()
     carried: dict[str, Any] = {"proxy": {}, "seconds": 0.0}
     if found:
@@ -80,12 +95,11 @@ def run(
             store.put(client, private)
         store.take_changed()
     elif recipe.warm_start:
-        state = algorithm.warm_start(state, load(recipe.warm_start).experts, stream(recipe.seed, "warm start"))
+        state = algorithm.warm_start(state, _other_runs_experts(experiment), stream(recipe.seed, "warm start"))
     directory.cut_metrics(state.round)
 
     with closing(make_engine(engine, workers, experiment, store)) as started, _deferred_signals() as asked_to_stop:
         directory.describe_environment(started.name, started.workers, recipe.seed)
-        directory.describe_federation(federation)
         per_round = recipe.clients_per_round
         for step in rounds(algorithm, started, state, recipe.seed, len(federation), per_round, recipe.rounds):
             state = step.state
@@ -176,7 +190,9 @@ def summarise(
     if federation.groups is not None:
         summary["groups"] = list(federation.groups)
         if "q_zs" in described:
-            summary["clusters"] = evaluate.clusters(described["q_zs"], federation.groups)
+            seen = engine.store.clients()  # of the others nothing is known
+            found = [described["q_zs"][s] for s in seen]
+            summary["clusters"] = evaluate.clusters(found, [federation.groups[s] for s in seen])
     return summary
 
 

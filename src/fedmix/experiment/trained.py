@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedmix.core.mixture import Mixture
 from fedmix.core.tree import Params, subtree
-from fedmix.data.federation import client_number
+from fedmix.data.federation import client_number, normalised
 from fedmix.engines.client import predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
@@ -32,6 +32,7 @@ class TrainedRun:
         self.recipe = recipe
         about = json.loads((path / "federation.json").read_text())
         self.clients: list[str] = about["clients"]
+        self._mean, self._std = about["mean"], about["std"]
         example = torch.zeros(2, *about["input"])
         self._model = build_model(recipe.model, example, about["classes"], model)
         self._algorithm = build_algorithm(recipe, self._model, len(self.clients), about["categories"], example)
@@ -62,6 +63,11 @@ class TrainedRun:
         """metrics.jsonl, a dict a round."""
         return read_metrics(self.path)
 
+    def _inputs(self, x: Any) -> Tensor:
+        """Arrays as what the model is given; images of bytes are normalised as they were in training."""
+        tensor = x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
+        return normalised(tensor, self._mean, self._std) if self._mean else tensor.float()
+
     def client(self, client: int | str) -> "TrainedClient":
         """A client by number or by name."""
         return TrainedClient(self, client_number(self.clients, client))
@@ -79,7 +85,7 @@ class TrainedClient:
 
     def log_prob(self, x: Any) -> Tensor:
         """log p(y|x,s): [N, ...] -> [N, classes]."""
-        return predict(self._run._algorithm, self._message, self._private, _tensor(x))
+        return predict(self._run._algorithm, self._message, self._private, self._run._inputs(x))
 
     def predict(self, x: Any) -> Tensor:
         """The most probable label of each input: [N, ...] -> [N]."""
@@ -88,13 +94,16 @@ class TrainedClient:
     def expert_weights(self, x: Any) -> Tensor:
         """p(z|x,s): how much each expert that the client holds counts for each input. [N, ...] -> [N, K']"""
         with torch.no_grad():
-            return self.module().expert_weights(_tensor(x))
+            return self.module().expert_weights(self._run._inputs(x))
 
     def module(self) -> Mixture:
-        """The client's whole predictor as one `nn.Module` that gives log p(y|x,s); `torch.export` takes it."""
+        """The client's whole predictor as one `nn.Module` that gives log p(y|x,s); `torch.export` takes it.
+
+        It takes what the model takes: images of bytes must be normalised before.
+        """
         gate = subtree(self._private, "gate")
         tensors = self._message.tensors
-        if not gate:
+        if self._run.recipe.algorithm != "fedmix":
             return Mixture(self._run._model, [{**tensors, **self._private}], None).eval()
         held = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
         theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}
@@ -108,7 +117,3 @@ def load(run: str | Path, model: Callable[[], nn.Module] | nn.Module | None = No
         if not (path / name).is_file():
             raise RunError(f"{path} must be a run directory. It has no {name}.")
     return TrainedRun(path, read_recipe(str(path)), model)
-
-
-def _tensor(x: Any) -> Tensor:
-    return x.float() if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x, dtype=np.float32))
