@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,16 @@ def test_the_tabular_example_runs_and_fedmix_gains(tmp_path, capsys):
     assert float(server["fedmix"]) > float(server["fedavg"])
 
 
-def test_the_wheel_works_outside_of_the_checkout(tmp_path):
+@pytest.fixture
+def elsewhere():
+    """A folder outside of the checkout, gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder).resolve()
+
+
+def test_the_wheel_works_outside_of_the_checkout(elsewhere):
     """Built, installed into a folder of its own, run from elsewhere: recipes and digits must be inside."""
+    tmp_path = elsewhere
     source = tmp_path / "source"
     source.mkdir()
     for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
