@@ -32,4 +32,4 @@ bench: $(READY)    ## how long a round takes on this machine
 	$(BIN)/python benchmarks/rounds.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .pytest_tmp build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
