@@ -1,13 +1,10 @@
 """Small federations and experiments that every test can afford."""
 
-import gzip
-import hashlib
-
 import numpy as np
 import pytest
 import torch
+from published import write_everything
 
-from fedmix.data import sources
 from fedmix.data.federation import Federation
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
@@ -43,28 +40,7 @@ def small_federation(clients=4, points=24, side="label", seed=0):
 def small_files(tmp_path, monkeypatch):
     """Small files in the publishers' formats, found through $FEDMIX_DATA, with checksums of their own."""
     folder = tmp_path / "publishers"
-    rng = np.random.default_rng(0)
-    cifar = folder / "cifar-10-batches-bin"
-    cifar.mkdir(parents=True)
-    for name in sources.CIFAR10.md5:
-        rows = rng.integers(0, 256, size=(300, 3073), dtype=np.uint8)
-        rows[:, 0] %= 10
-        (cifar / name).write_bytes(rows.tobytes())
-        monkeypatch.setitem(sources.CIFAR10.md5, name, hashlib.md5(rows.tobytes()).hexdigest())
-    for files, part, count in [
-        (f, *p) for f in (sources.MNIST, sources.FASHION_MNIST) for p in (("train", 1500), ("t10k", 300))
-    ]:
-        raw = folder / files.layouts[0]
-        raw.mkdir(parents=True, exist_ok=True)
-        images, labels = (
-            rng.integers(0, 256, size=(count, 28, 28), dtype=np.uint8),
-            np.arange(count, dtype=np.uint8) % 10,
-        )
-        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-            data = gzip.compress(header + array.tobytes())
-            (raw / f"{name}.gz").write_bytes(data)
-            monkeypatch.setitem(files.md5, f"{name}.gz", hashlib.md5(data).hexdigest())
+    write_everything(folder, monkeypatch)
     monkeypatch.setenv("FEDMIX_DATA", str(folder))
     monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path / "cache"))
     return folder

@@ -82,7 +82,8 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, capsys, s
     out = str(tmp_path / "c")
     methods = "fedmix,fedavg,biased-fedavg,local-global,independent"
     command = ["compare", recipe, "--algorithms", methods, "--rounds", "2", "--out", out, "--quiet", "--json"]
-    assert fedmix(*command, "--set", "training.epochs=1") == 0
+    slow = ["--scale", "small", "--set", "data.share=0.3"] if recipe == "cifar100" else []  # 500 clients take minutes
+    assert fedmix(*command, "--set", "training.epochs=1", *slow) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["algorithm"] for row in rows] == methods.split(",")
     assert all(0 <= row["local"]["mean"] <= 1 for row in rows)
@@ -162,6 +163,81 @@ def test_plan_tells_the_bytes_that_are_then_sent(tmp_path, capsys):
     assert "phi and q(z|s) sent" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("recipe", "method", "rounds", "weights"),
+    [
+        ("cifar10", "biased-fedavg", 2000, 140_564_480_000),
+        ("cifar10", "fedavg", 2000, 140_566_080_000),
+        ("femnist", "fedavg", 5200, 608_702 * 8 * 10 * 5200),  # 235.83 GiB
+        ("cifar100", "fedavg", 10_000, 275_572 * 8 * 10 * 10_000),  # 205.32 GiB
+        ("cifar100", "local-global", 6000, (275_572 - 14_480) * 8 * 10 * 6000),  # 116.7 GiB in the paper
+    ],
+)
+def test_the_papers_bytes_are_planned_without_the_data(recipe, method, rounds, weights, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDMIX_DATA", str(tmp_path))
+    monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path))
+    monkeypatch.setattr("fedmix.experiment.plan.MEASURE_SECONDS", 0.0)
+    assert fedmix("plan", recipe, "--algorithm", method, "--rounds", str(rounds), "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["bytes"]["weights"] == weights
+    assert plan["bytes"]["posterior"] == 0
+    assert f"{recipe} is not here, its published sizes were used" in plan["note"]
+
+
+@pytest.mark.parametrize("recipe", shipped())
+def test_every_recipe_is_planned_without_data(recipe, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDMIX_DATA", str(tmp_path))
+    monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path))
+    monkeypatch.setattr("fedmix.experiment.plan.MEASURE_SECONDS", 0.0)
+    assert fedmix("plan", recipe, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["bytes"]["posterior"] > 0
+    points = {"cifar10": 450, "cifar10-permutation": 2250, "cifar100": 90, "mnist-liang": 540, "rotated-mnist": 540}
+    if recipe in points:
+        assert plan["points_per_client"] == points[recipe]
+    clients = {"femnist": 3400, "mnist-writers": 539, "cifar100": 500, "cifar10": 100}
+    if recipe in clients:
+        assert plan["clients"] == clients[recipe]
+
+
+def test_a_scaled_down_run_says_so_in_every_output(tmp_path, capsys):
+    small = ["digits-permutation", "--scale", "small"]
+    run = ["--rounds", "1", "--out", str(tmp_path / "r"), "--set", "training.epochs=1"]
+    said = "scaled down (--scale small)"
+    assert fedmix("train", *small, *run) == 0
+    out, err = capsys.readouterr()
+    assert said in out
+    assert "scale small" in err
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["scale"], summary["recipe"], summary["clients"]) == ("small", "digits-permutation-small", 8)
+    assert fedmix("train", str(tmp_path / "r"), "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["scale"] == "small"
+    for command in (["plan"], ["split", "--out", str(tmp_path / "s.svg")]):
+        assert fedmix(command[0], *small, *command[1:]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+        assert fedmix(command[0], *small, *command[1:], "--json") == 0
+        assert json.loads(capsys.readouterr().out)["scale"] == "small"
+    assert fedmix("compare", *small, "--algorithms", "fedavg", "--rounds", "1", "--out", str(tmp_path / "c")) == 0
+    assert said in capsys.readouterr().out
+    wrong = refused(capsys, "train", "digits-skew", "--scale", "tiny")
+    assert "--scale of digits-skew must be one of full, small. Got 'tiny' instead" in wrong
+
+
+def test_split_draws_a_picture_and_a_table(tmp_path, capsys, monkeypatch):
+    for ending, begins in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        file = tmp_path / f"split{ending}"
+        assert fedmix("split", "digits-rotation", "--out", str(file)) == 0
+        assert file.read_bytes().startswith(begins)
+        assert "points: " in capsys.readouterr().out
+    assert fedmix("split", "digits-permutation", "--seed", "3", "--json", "--out", str(tmp_path / "p.png")) == 0
+    split = json.loads(capsys.readouterr().out)
+    assert len(split["clients"]) == 20
+    assert sorted(row["group"] for row in split["clients"]) == sorted([0, 1, 2, 3] * 5)
+    assert ".png" in refused(capsys, "split", "digits-skew", "--out", str(tmp_path / "x.jpg"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'fedmix[plots]'" in refused(capsys, "split", "digits-skew", "--out", str(tmp_path / "x.png"))
+
+
 def test_recipes_lists_what_there_is(capsys):
     assert fedmix("recipes", "--json") == 0
     assert [row["recipe"] for row in json.loads(capsys.readouterr().out)] == shipped()
@@ -172,7 +248,7 @@ def test_recipes_lists_what_there_is(capsys):
 def test_data_lists_what_is_here_and_where_to_get_the_rest(small_files, capsys, monkeypatch):
     assert fedmix("data", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["ready"] for row in found["sources"]] == [True] * 4
+    assert [row["ready"] for row in found["sources"]] == [True] * 13
     monkeypatch.setenv("FEDMIX_DATA", "/nowhere")
     assert fedmix("data") == 0
     assert "cs.toronto.edu" in capsys.readouterr().out
@@ -185,7 +261,9 @@ def test_help_teaches(capsys):
         ["compare", "--help"],
         ["plan", "--help"],
         ["recipes", "--help"],
+        ["split", "--help"],
         ["data", "--help"],
+        ["data", "get", "--help"],
     ):
         assert fedmix(*args) == 0
     out = capsys.readouterr().out

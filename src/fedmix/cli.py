@@ -15,10 +15,13 @@ METHOD_HELP = "fedmix, fedavg, biased-fedavg, local-global or independent"
 EXAMPLES = """examples:
   fedmix recipes                                     what can be trained
   fedmix plan digits-skew                            what it will cost
+  fedmix split digits-skew                           who will hold what, as a table and a picture
   fedmix train digits-permutation --out runs/first   train; results in runs/first
   fedmix train runs/first --resume                   go on after an interruption
   fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
   fedmix train digits-skew --set fedmix.experts=8 --set training.client_lr=0.1
+  fedmix train cifar10 --scale small                 the paper's experiment in minutes, scaled down
+  fedmix data get cifar10                            download a data set from its publisher
 """
 
 
@@ -82,13 +85,30 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
     plan.add_argument("--workers", type=int, metavar="N", help="clients side by side (default: all cores)")
 
+    split = _command(commands, "split", _split, "draw who holds what: clients by classes, as a table and a picture")
+    _recipe_options(split)
+    split.add_argument("--seed", type=int, metavar="N", help="of the split (the recipe's own by default)")
+    split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
+
     recipes = _command(commands, "recipes", _recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
 
     data = _command(commands, "data", _data, "list the data sets: what is here, what is missing, where to get it")
-    data.add_argument("--data-dir", metavar="D", help="look here first (then in $FEDMIX_DATA and the user's cache)")
-    data.add_argument("--json", action="store_true", help="print JSON")
+    _data_options(data)
+    actions = data.add_subparsers(title="actions", metavar="ACTION")
+    get = _command(actions, "get", _data_get, "download a data set from its publisher: progress, resume, checksums")
+    get.add_argument("name", metavar="NAME", help="a data set of the list that `fedmix data` prints")
+    get.add_argument("--mirror", metavar="URL", help="take the publisher's files from here, by their names")
+    get.add_argument("--quiet", action="store_true", help="no progress")
+    _data_options(get, "where it goes, and is looked for first (default: the user's cache)")
     return parser
+
+
+def _data_options(
+    parser: argparse.ArgumentParser, help: str = "look here first (then in $FEDMIX_DATA and the user's cache)"
+) -> None:
+    parser.add_argument("--data-dir", metavar="D", default=argparse.SUPPRESS, help=help)
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
 def _command(commands: Any, name: str, function: Callable[[Any], int], help: str) -> argparse.ArgumentParser:
@@ -100,6 +120,7 @@ def _command(commands: Any, name: str, function: Callable[[Any], int], help: str
 def _recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe by name, a TOML file, or a run directory")
     parser.add_argument("--rounds", type=int, metavar="N", help="communication rounds")
+    parser.add_argument("--scale", metavar="S", help="small: fewer clients, points and rounds and a smaller model")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in fedmix.eta=0.5; repeatable"
     )
@@ -130,7 +151,7 @@ def _train(args: Any) -> int:
     from fedmix.experiment.recipe import read_recipe
 
     warm = str(Path(args.warm_start).resolve()) if args.warm_start else None
-    recipe = read_recipe(args.recipe, args.algorithm, _changes(args, seed=args.seed, warm_start=warm))
+    recipe = read_recipe(args.recipe, args.algorithm, _changes(args, seed=args.seed, warm_start=warm), args.scale)
     inside = (Path(args.recipe) / "recipe.toml").is_file()
     default = args.recipe if inside else f"runs/{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
     out = Path(args.out or default)
@@ -158,7 +179,8 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     check(experiment, args.engine, args.workers)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
-        with progress(f"{recipe.algorithm}, seed {recipe.seed}", args.quiet) as watch:
+        small = "" if recipe.scale == "full" else f", scale {recipe.scale}"
+        with progress(f"{recipe.algorithm}, seed {recipe.seed}{small}", args.quiet) as watch:
             return run(experiment, directory, args.engine, args.workers, watch)
     except Stopped as stopped:
         print(f"fedmix: {stopped}", file=sys.stderr)
@@ -173,9 +195,11 @@ def _compare(args: Any) -> int:
     from fedmix.report.text import comparison, comparison_table, q_map
 
     methods = [name.strip() for name in args.algorithms.split(",") if name.strip()]
-    first = read_recipe(args.recipe, methods[0] if methods else None, _changes(args))
+    first = read_recipe(args.recipe, methods[0] if methods else None, _changes(args), args.scale)
     seeds = _whole_numbers(args.seeds) if args.seeds else [first.seed]
-    recipes = [read_recipe(args.recipe, method, _changes(args, seed=seed)) for method in methods for seed in seeds]
+    recipes = [
+        read_recipe(args.recipe, method, _changes(args, seed=seed), args.scale) for method in methods for seed in seeds
+    ]
     if not recipes:
         raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
     out = Path(args.out or f"runs/compare-{first.name}")
@@ -200,16 +224,34 @@ def _compare(args: Any) -> int:
 
 
 def _plan(args: Any) -> int:
-    from fedmix.experiment.build import build
-    from fedmix.experiment.plan import plan
+    from fedmix.experiment.plan import plan_recipe
     from fedmix.experiment.recipe import read_recipe
     from fedmix.report.text import plan_table
 
-    costs = plan(build(read_recipe(args.recipe, args.algorithm, _changes(args)), data_dir=args.data_dir), args.workers)
+    recipe = read_recipe(args.recipe, args.algorithm, _changes(args), args.scale)
+    costs = plan_recipe(recipe, args.data_dir, args.workers)
     if args.json:
         print(json.dumps(costs))
     else:
         _print(plan_table(costs))
+    return 0
+
+
+def _split(args: Any) -> int:
+    from fedmix.experiment.federate import build_federation, describe_split
+    from fedmix.experiment.recipe import read_recipe
+    from fedmix.report.split import draw_split, split_table
+
+    recipe = read_recipe(args.recipe, None, _changes(args, seed=args.seed), args.scale)
+    about = {"recipe": recipe.name, "scale": recipe.scale, "seed": recipe.seed}
+    split = about | describe_split(build_federation(recipe.data, recipe.seed, args.data_dir))
+    picture = Path(args.out or f"runs/split-{recipe.name}-seed{recipe.seed}.png")
+    draw_split(split, picture)
+    if args.json:
+        print(json.dumps(split | {"picture": str(picture)}))
+    else:
+        _print(split_table(split))
+        print(f"picture: {picture}")
     return 0
 
 
@@ -246,9 +288,10 @@ def _data(args: Any) -> int:
     from fedmix.data.files import folders
     from fedmix.data.sources import survey
 
-    looked = [str(folder) for folder in folders(args.data_dir)]
-    rows = survey(args.data_dir)
-    if args.json:
+    data_dir = getattr(args, "data_dir", None)
+    looked = [str(folder) for folder in folders(data_dir)]
+    rows = survey(data_dir)
+    if "json" in args:
         print(json.dumps({"looked": looked, "sources": rows}))
         return 0
     from rich.table import Table
@@ -260,9 +303,36 @@ def _data(args: Any) -> int:
         table.add_column(column, overflow="fold")
     for row in rows:
         missing = "" if not row["found"] else f"{row['found']} has no {', '.join(row['missing'])}; "
-        where = row["found"] if row["ready"] else f"{missing}{row['publisher']}"
+        get = f"fedmix data get {row['source']}, or " if row["get"] else ""
+        where = row["found"] if row["ready"] else f"{missing}{get}{row['publisher']}"
         table.add_row(row["source"], row["about"], "yes" if row["ready"] else "no", where)
     _print(table)
+    return 0
+
+
+def _data_get(args: Any) -> int:
+    from fedmix.data.download import get
+    from fedmix.data.files import cache_folder
+    from fedmix.data.sources import DATASETS, NEEDS
+    from fedmix.errors import one_of
+    from fedmix.progress import downloads
+
+    if args.name not in DATASETS:
+        raise SettingError(one_of("a data set", args.name, DATASETS))
+    data_dir = getattr(args, "data_dir", None)
+    folder = Path(data_dir).expanduser() if data_dir else cache_folder() / "data"
+    here: dict[str, str] = {}
+    with downloads(args.quiet) as watch:
+        for dataset in (*NEEDS.get(args.name, ()), DATASETS[args.name]):
+            _, paths, missing = dataset.look(data_dir)
+            if missing:
+                paths = get(dataset, folder, args.mirror, watch)
+            here[dataset.name] = str(paths[0].parent)
+    if "json" in args:
+        print(json.dumps(here))
+    else:
+        for name, place in here.items():
+            print(f"{name}: {place}")
     return 0
 
 

@@ -16,6 +16,10 @@ class DataError(FedmixError):
     """Data that is missing, malformed or cannot be split as asked."""
 
 
+class DataMissing(DataError):
+    """Data files that are not there at all; not: damaged, incomplete."""
+
+
 class ModelError(FedmixError):
     """A model that cannot be trained in a federation."""
 

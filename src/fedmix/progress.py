@@ -36,6 +36,40 @@ def progress(title: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
         yield lambda step: _line(title, totals, step)
 
 
+@contextmanager
+def downloads(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A function to call as a download goes on, with a file's name, its bytes so far, and in all if they are known."""
+    if quiet or not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def say(name: str, done: int, total: int | None) -> None:
+            if name not in seen and not quiet:
+                seen.add(name)
+                print(f"{name}: downloading {size(total) if total else ''}".rstrip(), file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+
+        def show(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield show
+
+
 def _line(title: str, totals: _Totals, step: Any) -> None:
     totals.take(step.metrics)
     if "accuracy" in step.metrics or step.done == 1:

@@ -20,8 +20,8 @@ REAL = os.environ.get("FEDMIX_DATA")
 
 
 def test_cifar10_is_what_the_files_hold(small_files):
-    source = sources.cifar10()
-    assert source.x.shape == (1800, 3, 32, 32)
+    source = sources.load("cifar10")
+    assert source.x.shape == (2000, 3, 32, 32)
     assert source.train == 1500
     rows = np.frombuffer((small_files / "cifar-10-batches-bin" / "data_batch_2.bin").read_bytes(), np.uint8).reshape(
         300, -1
@@ -31,25 +31,25 @@ def test_cifar10_is_what_the_files_hold(small_files):
 
 
 def test_mnist_is_read_plain_or_packed(small_files):
-    packed = sources.mnist()
-    assert packed.x.shape == (1800, 1, 28, 28)
+    packed = sources.load("mnist")
+    assert packed.x.shape == (2000, 1, 28, 28)
     assert (packed.train, packed.y[:11].tolist()) == (1500, [*range(10), 0])
     for path in (small_files / "MNIST" / "raw").glob("*.gz"):
         path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
         path.unlink()
-    plain = sources.mnist()
+    plain = sources.load("mnist")
     assert torch.equal(plain.x, packed.x)
 
 
 def test_fashion_mnist_is_not_mistaken_for_mnist(small_files):
-    assert not torch.equal(sources.fashion_mnist().x, sources.mnist().x)
-    assert sources.fashion_mnist().train == 1500
+    assert not torch.equal(sources.load("fashion-mnist").x, sources.load("mnist").x)
+    assert sources.load("fashion-mnist").train == 1500
 
 
 def test_the_survey_says_what_is_here_and_what_is_missing(small_files):
     (small_files / "FashionMNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").unlink()
     rows = {row["source"]: row for row in sources.survey()}
-    assert rows.keys() == sources.SOURCES.keys()
+    assert rows.keys() == {"digits", *sources.DATASETS}
     assert rows["mnist"]["ready"]
     assert rows["mnist"]["found"] == str(small_files / "MNIST" / "raw")
     assert rows["fashion-mnist"]["missing"] == ["t10k-labels-idx1-ubyte.gz"]
@@ -59,25 +59,25 @@ def test_the_survey_says_what_is_here_and_what_is_missing(small_files):
 
 
 def test_the_second_time_files_are_not_decoded_again(small_files, monkeypatch):
-    first = sources.cifar10()
-    monkeypatch.setattr(sources, "cifar_binary", None)
-    second = sources.cifar10(str(small_files))
+    first = sources.load("cifar10")
+    monkeypatch.setattr("fedmix.data.formats.np.frombuffer", None)
+    second = sources.load("cifar10", str(small_files))
     assert torch.equal(first.x, second.x)
     assert second.train == 1500
 
 
 def test_files_that_changed_are_decoded_again_and_refused_if_they_are_wrong(small_files):
-    sources.mnist()
+    sources.load("mnist")
     path = small_files / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz must have the published checksum"):
-        sources.mnist()
+        sources.load("mnist")
 
 
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        (b"PK\x03\x04", "must be an idx file of unsigned bytes"),
+        (b"PK\x03\x04", "must be an idx file of unsigned bytes or integers"),
         (b"\x00\x00\x08\x01\x00\x00\x00\x05abc", "must hold 13 bytes by its own header. It has 11"),
         (b"\x00\x00\x08\x03\x00", "by its own header"),
     ],
@@ -131,12 +131,12 @@ def test_rotated_bytes_stay_bytes(small_files):
 )
 def test_the_real_files_are_read_and_a_second_start_is_quick(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path))
-    cifar, mnist = sources.cifar10(), sources.mnist()
+    cifar, mnist = sources.load("cifar10"), sources.load("mnist")
     assert np.bincount(cifar.y[: cifar.train]).tolist() == [5000] * 10
     assert mnist.y[:5].tolist() == [5, 0, 4, 1, 9]
     pixels = cifar.x[: cifar.train].float() / 255
     assert pixels.mean(dim=(0, 2, 3)).tolist() == pytest.approx(cifar.mean, abs=1e-3)
     assert pixels.std(dim=(0, 2, 3)).tolist() == pytest.approx(cifar.std, abs=1e-3)
     began = time.monotonic()
-    sources.cifar10()
+    sources.load("cifar10")
     assert time.monotonic() - began < 1

@@ -1,5 +1,7 @@
 """Recipes: unknown keys and bad values are refused by name; what is written is read back the same."""
 
+import copy
+
 import pytest
 
 from fedmix.errors import SettingError
@@ -90,3 +92,50 @@ def test_changes_on_the_command_line_are_toml_values_or_bare_words():
     }
     with pytest.raises(SettingError, match="--set must be key=value"):
         parse_changes(["fedmix.eta"])
+
+
+def test_exceptions_are_taken_in_order_and_changes_last():
+    table = {
+        "rounds": 9,
+        "data": {"side": "label"},
+        "fedmix": {"gamma": 0.1},
+        "scales": {"small": {"rounds": 2, "fedmix": {"gamma": 0.2}}},
+        "sides": {"client": {"fedmix": {"gamma": 0.3}}},
+        "methods": {"fedavg": {"fedmix": {"gamma": 0.4}}},
+    }
+
+    def gamma(*args, **changes):
+        return make_recipe(copy.deepcopy(table), *args, **changes).fedmix.gamma
+
+    assert gamma() == 0.1
+    assert gamma(scale="small") == 0.2
+    assert gamma(changes={"data.side": "client"}, scale="small") == 0.3
+    assert gamma("fedavg", {"data.side": "client"}, scale="small") == 0.4
+    assert gamma("fedavg", {"data.side": "client", "fedmix.gamma": 0.5}, scale="small") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "wrong"),
+    [
+        ({"sides": {"colour": {}}}, r"a table \[sides.X\] must be one of"),
+        ({"scales": {"small": {"round": 3}}}, "round"),
+        ({"methods": {"fedavg": {"rounds": 0}}}, "rounds must be 1 or more"),
+    ],
+)
+def test_exceptions_that_are_not_used_are_checked_too(exceptions, wrong):
+    with pytest.raises(SettingError, match=wrong):
+        make_recipe(exceptions)
+
+
+def test_the_papers_own_exceptions():
+    assert read_recipe("cifar10").model.dropout == [0.3, 0.1]
+    assert read_recipe("cifar10", "local-global").model.dropout == []
+    assert read_recipe("cifar100", "local-global").local_global.layers == ["stem", "stage1"]
+    assert read_recipe("cifar100").fedmix.beta == 1.0
+    assert read_recipe("cifar100").data.augment == "crop-flip"
+    assert read_recipe("femnist").training.batch_size == read_recipe("cifar100").training.batch_size == 20
+    for name in ("rotated-mnist", "rotated-skewed-mnist"):
+        assert read_recipe(name).fedmix.gamma == 0.5
+        assert read_recipe(name, changes={"data.side": "label"}).fedmix.gamma == 0.99
+    permutation = read_recipe("cifar10-permutation")
+    assert (permutation.fedmix.gamma, permutation.training.epochs, permutation.data.side) == (0.75, 3, "client")

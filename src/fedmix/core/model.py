@@ -91,6 +91,10 @@ class Model:
         with _hook(self._layer(layer), after=lambda _, __, ___: value):
             return self._call(params, x)
 
+    def is_linear(self, layer: str) -> bool:
+        """Whether what a layer gives is linear in its parameters: a convolution or a product is."""
+        return type(self._layer(layer)) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
     def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor, among: Sequence[str] = ()) -> list[str]:
         """Layers in the order in which a forward pass leaves them: those named, or all that hold parameters of their own."""
         order: list[str] = []

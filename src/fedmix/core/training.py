@@ -50,9 +50,10 @@ def train_client(
     }  # a module may touch its weights: not the server's
     state = optimizer.init(current)
     losses: list[float] = []
+    views = rng.child("augment")
     with rng.child("dropout").torch():
         for step, index in enumerate(batches(len(data), batch_size, epochs, rng.child("batches")), start=1):
-            batch = Examples(data.x[index], data.y[index], data.c[index])
+            batch = data.batch(index, views)
             leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
             try:
                 loss, carry = loss_of(current | leaves, batch, carry)

@@ -32,9 +32,15 @@ class Examples:
     x: Tensor
     y: Tensor
     c: Tensor
+    augment: Callable[[Tensor, Stream], Tensor] | None = None  # new views of a mini-batch's inputs, for training
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def batch(self, index: Tensor, rng: Stream) -> "Examples":
+        """Some of the points, as they are trained on."""
+        x = self.x[index]
+        return Examples(self.augment(x, rng) if self.augment else x, self.y[index], self.c[index])
 
 
 class Clients(Protocol):

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fedmix.core.types import Examples
 from fedmix.data import partition
+from fedmix.data.augment import crop_and_flip
 from fedmix.data.partition import Indices
 from fedmix.errors import DataError
 from fedmix.rng import stream
@@ -33,13 +35,18 @@ class Federation:
     groups: Sequence[int] | None = None  # the true group of each client, where it is known
     mean: tuple[float, ...] = ()  # of images of bytes: (x / 255 - mean) / std, channel by channel
     std: tuple[float, ...] = ()
+    augment: bool = False  # training images are padded, cropped and mirrored at random
+    labels: Sequence[str] = ()  # what the user calls the classes
+    left_out: int = 0  # owners of data who have too few points to take part
+    held_out: "Federation | None" = None  # clients that never take part in training: the same arrays, other points
 
     def __len__(self) -> int:
         return len(self.names)
 
     def examples(self, client: int, part: str) -> Examples:
         index = torch.from_numpy(self.parts[part][client])
-        return Examples(self.inputs(index), self.y[index], self.c[index])
+        views = partial(crop_and_flip, self.mean, self.std) if self.augment and part == "train" else None
+        return Examples(self.inputs(index), self.y[index], self.c[index], views)
 
     def inputs(self, index: Tensor) -> Tensor:
         """What a model is given for these points: numbers as they are, images of bytes normalised."""

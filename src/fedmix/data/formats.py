@@ -1,8 +1,15 @@
 """Publishers' file formats -> arrays. What is truncated or is another format is refused by name."""
 
 import gzip
+import io
+import json
+import pickle
+import zipfile
 import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +17,8 @@ import numpy.typing as npt
 from fedmix.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
+Whole = npt.NDArray[np.integer[Any]]
+WRITERS = ("train_writer", "test_writer")
 
 
 def read_whole(path: Path) -> bytes:
@@ -17,22 +26,41 @@ def read_whole(path: Path) -> bytes:
     data = path.read_bytes()
     if path.suffix != ".gz":
         return data
-    try:
+    with _format(path, "a whole gzip file"):
         return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} must be a whole gzip file. It is not ({error}); get it again.") from error
 
 
-def idx(path: Path, data: bytes) -> Bytes:
-    """LeCun's idx format of unsigned bytes: 0 0 8 rank, sizes as big-endian numbers, then the values."""
-    if len(data) < 4 or data[:3] != b"\x00\x00\x08":
-        raise DataError(f"{path} must be an idx file of unsigned bytes. It does not begin like one.")
-    rank = data[3]
+@contextmanager
+def _format(path: Path, what: str) -> Iterator[None]:
+    """Whatever a reader stumbles over inside the block becomes one clear line."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        zlib.error,
+        zipfile.BadZipFile,
+        pickle.PickleError,
+    ) as error:
+        raise DataError(f"{path} must be {what}. It is not ({error}); get it again.") from error
+
+
+def idx(path: Path, data: bytes) -> Whole:
+    """LeCun's idx format: 0 0 type rank, sizes as big-endian numbers, then the values: unsigned bytes or 32-bit integers."""
+    kinds: dict[bytes, np.dtype[Any]] = {b"\x00\x00\x08": np.dtype(np.uint8), b"\x00\x00\x0c": np.dtype(">i4")}
+    if len(data) < 4 or data[:3] not in kinds:
+        raise DataError(f"{path} must be an idx file of unsigned bytes or integers. It does not begin like one.")
+    kind, rank = kinds[data[:3]], data[3]
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=rank, offset=4)) if len(data) >= 4 + 4 * rank else ()
-    start, wanted = 4 + 4 * rank, int(np.prod(shape))
+    start, wanted = 4 + 4 * rank, int(np.prod(shape)) * kind.itemsize
     if not shape or len(data) != start + wanted:
         raise DataError(f"{path} must hold {start + wanted} bytes by its own header. It has {len(data)}; get it again.")
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(data, kind, offset=start).reshape(shape)
 
 
 def cifar_binary(path: Path, data: bytes, labels: int) -> tuple[Bytes, Bytes]:
@@ -42,3 +70,104 @@ def cifar_binary(path: Path, data: bytes, labels: int) -> tuple[Bytes, Bytes]:
         raise DataError(f"{path} must hold rows of {row} bytes. It has {len(data)} bytes; get it again.")
     rows = np.frombuffer(data, np.uint8).reshape(-1, row)
     return rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, :labels]
+
+
+def cifar_python(path: Path, data: bytes, labels: Sequence[str]) -> tuple[Bytes, Bytes]:
+    """CIFAR's python version, a pickled dict: images [N, 3, 32, 32], the labels of these keys [N, L]."""
+    with _format(path, "a batch of CIFAR's python version"):
+        batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
+        x = np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32)
+        y = np.array([batch[key.encode()] for key in labels], np.uint8).T
+        if y.shape != (len(x), len(labels)):
+            raise ValueError(f"{len(x)} images and labels {list(y.shape)}")
+        return x, y
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Admits numpy arrays and plain containers, and nothing else: no name is looked up that is not in this table."""
+
+    ADMITTED: Mapping[tuple[str, str], Any] = {
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),  # how Python 3 writes bytes for Python 2
+    } | {
+        (f"numpy.{core}.multiarray", "_reconstruct"): lambda kind, shape, code: np.ndarray((0,), np.dtype("b"))
+        for core in ("core", "_core")
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ADMITTED:
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, and only arrays and plain containers are admitted"
+            )
+        return self.ADMITTED[module, name]
+
+
+def leaf_json(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str]]:
+    """LEAF's all_data_*.json: images [N, 1, 28, 28], labels [N], the number of each point's user [N], users' names."""
+    x: list[Bytes] = []
+    y: list[Whole] = []
+    names: list[str] = []
+    for path in paths:
+        with _format(path, "a file of LEAF's FEMNIST"):
+            content = json.loads(path.read_bytes())
+            for user in content["users"]:
+                own = content["user_data"][user]
+                x.append(_as_bytes(np.asarray(own["x"], np.float32).reshape(-1, 1, 28, 28)))
+                y.append(np.asarray(own["y"], np.int64))
+                if len(x[-1]) != len(y[-1]):
+                    raise ValueError(f"user {user} has {len(x[-1])} images and {len(y[-1])} labels")
+                names.append(str(user))
+    return np.concatenate(x), np.concatenate(y), np.repeat(np.arange(len(names)), [len(part) for part in y]), names
+
+
+def tff_h5(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str], int]:
+    """TFF's fed_emnist_train.h5 and _test.h5: images, labels, writers' numbers and names as in `leaf_json`; points to train."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise DataError("reading .h5 needs h5py; install it with: pip install 'fedmix[h5]'.") from error
+    x: list[Bytes] = []
+    y: list[Whole] = []
+    owner: list[Whole] = []
+    number: dict[str, int] = {}
+    train = 0
+    for path in paths:
+        with _format(path, "a file of TFF's federated EMNIST"), h5py.File(path) as file:
+            for name, group in file["examples"].items():
+                x.append(_as_bytes(np.asarray(group["pixels"], np.float32).reshape(-1, 1, 28, 28)))
+                y.append(np.asarray(group["label"], np.int64))
+                owner.append(np.full(len(y[-1]), number.setdefault(str(name), len(number))))
+        train = train or sum(map(len, y))
+    return np.concatenate(x), np.concatenate(y), np.concatenate(owner), list(number), train
+
+
+def _as_bytes(x: npt.NDArray[np.float32]) -> Bytes:
+    """Values in [0, 1], which both publishers made from bytes, as bytes again."""
+    if x.size and not (x.min() >= 0 and x.max() <= 1):
+        raise ValueError(f"values from {x.min()} to {x.max()}, not from 0 to 1")
+    return np.rint(x * 255).astype(np.uint8)
+
+
+def writers_npz(path: Path) -> tuple[Whole, Whole]:
+    """The writer of every MNIST digit, to train and to test, in MNIST's order."""
+    with _format(path, f"an npz with {' and '.join(WRITERS)}"):
+        arrays = npz_arrays(path, WRITERS)
+        train, test = (arrays[name].astype(np.int64) for name in WRITERS)
+        return train, test
+
+
+def npz_arrays(path: Path, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+    """Those of the named arrays that an .npz holds."""
+    with (
+        _format(path, "an .npz of plain arrays"),
+        open(path, "rb") as file,
+        np.load(file, allow_pickle=False) as arrays,
+    ):
+        return {name: np.asarray(arrays[name]) for name in names if name in arrays}
+
+
+def qmnist_writers(paths: Sequence[Path]) -> tuple[Whole, Whole]:
+    """The same from QMNIST's label files, whose third column is the writer; its first 10,000 test digits are MNIST's."""
+    train, test = (idx(path, read_whole(path))[:, 2].astype(np.int64) for path in paths)
+    return train, test[:10_000]

@@ -47,6 +47,39 @@ def draw_counts(shares: npt.NDArray[np.float64], available: Indices, size: int, 
     return counts
 
 
+def pachinko(
+    fine: Indices, coarse: Indices, clients: int, concentration: float, fine_concentration: float, rng: Stream
+) -> list[Indices]:
+    """Reddi et al. (2020): Dir(concentration) over the coarse labels, Dir(fine_concentration) over the fine ones in each.
+
+    A client draws a coarse label, then a fine one in it, then a point; equal sizes, no replacement. Labels that have run
+    out are left out and the shares renormalised.
+    """
+    _enough(len(fine), clients)
+    families = [np.unique(fine[coarse == c]) for c in range(int(coarse.max()) + 1)]
+    pools = [list(rng.numpy.permutation(np.flatnonzero(fine == k))) for k in range(int(fine.max()) + 1)]
+    size = len(fine) // clients
+    parts = []
+    for _ in range(clients):
+        left = np.array([len(pool) for pool in pools])
+        shares = rng.numpy.dirichlet(np.full(len(families), concentration))
+        counts = draw_counts(shares, np.array([left[family].sum() for family in families]), size, rng)
+        own: list[int] = []
+        for family, count in zip(families, counts, strict=True):
+            within = rng.numpy.dirichlet(np.full(len(family), fine_concentration)) if len(family) else np.zeros(0)
+            if count:
+                taken = draw_counts(within, left[family], count, rng)
+                own += [pools[k].pop() for k, n in zip(family, taken, strict=True) for _ in range(n)]
+        parts.append(np.sort(np.array(own)))
+    return parts
+
+
+def by_owner(owner: Indices, owners: int) -> list[Indices]:
+    """Every owner's own points, in the order of the owners' numbers; some may have none."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(1, owners)))
+
+
 def dirichlet(labels: Indices, clients: int, concentration: float, min_size: int, rng: Stream) -> list[Indices]:
     """Each class is dealt to the clients in shares drawn from Dir(concentration); sizes differ."""
     _enough(len(labels), clients * min_size)

@@ -3,10 +3,8 @@
 Decoded images are cached as memory-mapped arrays, so that a second start is quick and workers share one copy.
 """
 
-import hashlib
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmix.data.files import FileSet, cache_folder, verify
-from fedmix.data.formats import Bytes, cifar_binary, idx, read_whole
-
-Decoded = tuple[Bytes, Bytes, int]  # images, labels, how many of them are to train
+from fedmix.data.files import Arrays, Dataset, Download, Version
+from fedmix.data.formats import (
+    cifar_binary,
+    cifar_python,
+    idx,
+    leaf_json,
+    qmnist_writers,
+    read_whole,
+    tff_h5,
+    writers_npz,
+)
+from fedmix.errors import DataError, SettingError, one_of
 
 
 @dataclass(frozen=True)
 class Source:
-    """Labelled data before anybody owns it: images of bytes or numbers x [N, ...], labels y [N].
+    """Labelled data before it is dealt out: images of bytes or numbers x [N, ...], labels y [N].
 
     The first `train` points are the publisher's training set, the rest its test set; train = N: there is no such division.
     mean, std: what to subtract and divide by, channel by channel, of values in [0, 1].
@@ -35,6 +41,11 @@ class Source:
     train: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    owner: Tensor | None = None  # who each point belongs to [N], a number into `owners`, where that is known
+    owners: Sequence[str] = ()
+    coarse: Tensor | None = None  # a coarser label of each point [N]
+    column: Tensor | None = None  # side information of the user's own [N], a number from 0
+    labels: Sequence[str] = ()  # what the user calls the classes
 
 
 def digits(data_dir: str | None = None) -> Source:
@@ -44,112 +55,305 @@ def digits(data_dir: str | None = None) -> Source:
         return Source(x, torch.from_numpy(arrays["y"].astype(np.int64)), 10, len(x))
 
 
-CIFAR10 = FileSet(
+def _cifar_arrays(read: Callable[..., Any], labels: Any) -> Callable[[Sequence[Path]], Arrays]:
+    """Batches to train, then one to test; the last of the labels is y, one before it the coarse label."""
+
+    def decode(paths: Sequence[Path]) -> Arrays:
+        batches = [read(path, path.read_bytes(), labels) for path in paths]
+        x, y = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
+        coarse = {"coarse": y[:, 0]} if y.shape[1] > 1 else {}
+        return {"x": x, "y": y[:, -1], "train": np.array(len(x) - len(batches[-1][0]))} | coarse
+
+    return decode
+
+
+def _idx_arrays(paths: Sequence[Path], upright: bool = True, first: int = 0) -> Arrays:
+    """Images and labels to train, then to test. upright: rows before columns; first: the number of the first class."""
+    arrays = [idx(path, read_whole(path)) for path in paths]
+    x, y = np.concatenate([arrays[0], arrays[2]])[:, None], np.concatenate([arrays[1], arrays[3]])
+    return {"x": x if upright else x.swapaxes(2, 3), "y": y - first, "train": np.array(len(arrays[0]))}
+
+
+def _leaf_arrays(paths: Sequence[Path]) -> Arrays:
+    x, y, owner, names = leaf_json(paths)
+    return {"x": x, "y": y, "owner": owner, "owners": np.array(names), "train": np.array(len(x))}
+
+
+def _tff_arrays(paths: Sequence[Path]) -> Arrays:
+    x, y, owner, names, train = tff_h5(paths)
+    return {"x": x, "y": y, "owner": owner, "owners": np.array(names), "train": np.array(train)}
+
+
+def _writer_arrays(read: Callable[[Any], tuple[Any, Any]]) -> Callable[[Sequence[Path]], Arrays]:
+    def decode(paths: Sequence[Path]) -> Arrays:
+        train, test = read(paths)
+        owners, owner = np.unique(np.concatenate([train, test]), return_inverse=True)
+        return {"owner": owner, "owners": owners.astype(str), "train": np.array(len(train))}
+
+    return decode
+
+
+KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz/"
+CIFAR10 = Dataset(
     name="cifar10",
-    about="CIFAR-10 (Krizhevsky, 2009), binary version: 60,000 colour images of 32 x 32, 10 classes",
-    layouts=("cifar-10-batches-bin", "cifar10", "."),
-    md5={
-        "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-        "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-        "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
-        "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
-        "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
-        "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
-    },
-    publisher="https://www.cs.toronto.edu/~kriz/cifar.html (binary version)",
+    about="CIFAR-10 (Krizhevsky, 2009): 60,000 colour images of 32 x 32, 10 classes",
+    publisher=f"{KRIZHEVSKY}cifar.html (binary or python version)",
+    versions=(
+        Version(
+            ("cifar-10-batches-bin", "cifar10", "."),
+            {
+                "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+                "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+                "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+                "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+                "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+                "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+            },
+            _cifar_arrays(cifar_binary, 1),
+            (Download(f"{KRIZHEVSKY}cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),),
+        ),
+        Version(
+            ("cifar-10-batches-py", "cifar10"),
+            {
+                "data_batch_1": "c99cafc152244af753f735de768cd75f",
+                "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+                "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+                "data_batch_4": "634d18415352ddfa80567beed471001a",
+                "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+                "test_batch": "40351d587109b95175f43aff81a1287e",
+            },
+            _cifar_arrays(cifar_python, ["labels"]),
+            (Download(f"{KRIZHEVSKY}cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),),
+        ),
+    ),
+    shape=(3, 32, 32),
+    classes=10,
+    train=50_000,
+    test=10_000,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
 )
-MNIST = FileSet(
-    name="mnist",
-    about="MNIST (LeCun et al., 2010): 70,000 handwritten digits of 28 x 28",
-    layouts=("MNIST/raw", "mnist"),
-    md5={
-        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-    },
-    publisher="http://yann.lecun.com/exdb/mnist",
+CIFAR100 = Dataset(
+    name="cifar100",
+    about="CIFAR-100 (Krizhevsky, 2009): 60,000 colour images of 32 x 32, 100 fine and 20 coarse classes",
+    publisher=f"{KRIZHEVSKY}cifar.html (binary or python version)",
+    versions=(
+        Version(
+            ("cifar-100-binary", "cifar100"),
+            {"train.bin": "6172c7755cfe09b2fe270c85cebc1b15", "test.bin": "4499cfba6c016c1be1438163640a0898"},
+            _cifar_arrays(cifar_binary, 2),
+            (Download(f"{KRIZHEVSKY}cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),),
+        ),
+        Version(
+            ("cifar-100-python", "cifar100"),
+            {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+            _cifar_arrays(cifar_python, ["coarse_labels", "fine_labels"]),
+            (Download(f"{KRIZHEVSKY}cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),),
+        ),
+    ),
+    shape=(3, 32, 32),
+    classes=100,
+    train=50_000,
+    test=10_000,
+    coarse=20,
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
 )
-FASHION_MNIST = FileSet(
-    name="fashion-mnist",
-    about="Fashion-MNIST (Xiao et al., 2017): 70,000 articles of clothing of 28 x 28, 10 classes",
-    layouts=("FashionMNIST/raw", "fashion-mnist"),
-    md5={
-        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-    },
-    publisher="https://github.com/zalandoresearch/fashion-mnist",
+
+
+def _four_idx_files(prefix: str, names: tuple[str, str], checksums: Sequence[str]) -> dict[str, str]:
+    """The names of images and labels to train and to test, with their checksums."""
+    kinds = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
+    return dict(zip((f"{prefix}{part}-{kind}" for part in names for kind in kinds), checksums, strict=True))
+
+
+def _idx_dataset(
+    name: str, about: str, publisher: str, layouts: tuple[str, ...], mirror: str, sums: Sequence[str]
+) -> Dataset:
+    """MNIST and what has its form: 60,000 + 10,000 grey images of 28 x 28 in ten classes."""
+    checksums = _four_idx_files("", ("train", "t10k"), sums)
+    downloads = tuple(Download(mirror + file, checksum) for file, checksum in checksums.items())
+    version = Version(layouts, checksums, _idx_arrays, downloads)
+    return Dataset(name, about, publisher, (version,), (1, 28, 28), 10, 60_000, 10_000)
+
+
+MNIST = replace(
+    _idx_dataset(
+        "mnist",
+        "MNIST (LeCun et al., 2010): 70,000 handwritten digits of 28 x 28",
+        "http://yann.lecun.com/exdb/mnist",
+        ("MNIST/raw", "mnist"),
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        (
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+    ),
+    mean=(0.1307,),
+    std=(0.3081,),
+)
+FASHION_MNIST = replace(
+    _idx_dataset(
+        "fashion-mnist",
+        "Fashion-MNIST (Xiao et al., 2017): 70,000 articles of clothing of 28 x 28, 10 classes",
+        "https://github.com/zalandoresearch/fashion-mnist",
+        ("FashionMNIST/raw", "fashion-mnist"),
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        (
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+    ),
+    mean=(0.2860,),
+    std=(0.3530,),
 )
 
 
-def cifar10(data_dir: str | None = None) -> Source:
-    """x [60000, 3, 32, 32] bytes; 50,000 to train."""
-    paths = CIFAR10.find(data_dir)
-
-    def decode() -> Decoded:
-        batches = []
-        for path in paths:
-            data = path.read_bytes()
-            verify(path, data, CIFAR10.md5[path.name])
-            batches.append(cifar_binary(path, data, labels=1))
-        x, y = np.concatenate([x for x, _ in batches]), np.concatenate([y[:, 0] for _, y in batches])
-        return x, y, len(x) - len(batches[-1][0])
-
-    x, y, train = _cached("cifar10", paths, decode)
-    return Source(x, y, 10, train, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-
-
-def mnist(data_dir: str | None = None) -> Source:
-    """x [70000, 1, 28, 28] bytes; 60,000 to train."""
-    return _idx_source(MNIST, data_dir, (0.1307,), (0.3081,))
-
-
-def fashion_mnist(data_dir: str | None = None) -> Source:
-    """x [70000, 1, 28, 28] bytes; 60,000 to train."""
-    return _idx_source(FASHION_MNIST, data_dir, (0.2860,), (0.3530,))
+def _emnist(part: str, classes: int, train: int, test: int) -> Dataset:
+    """One of EMNIST's six divisions. Its images lie on their side, and letters are numbered from 1."""
+    return Dataset(
+        name=f"emnist-{part}",
+        about=f"EMNIST (Cohen et al., 2017), {part}: {train + test:,} characters of 28 x 28, {classes} classes",
+        publisher="https://www.nist.gov/itl/products-and-services/emnist-dataset (binary format, gzip.zip)",
+        versions=(
+            Version(
+                ("EMNIST/raw", "EMNIST/raw/gzip", "gzip", "emnist"),
+                _four_idx_files(f"emnist-{part}-", ("train", "test"), [""] * 4),
+                lambda paths: _idx_arrays(paths, upright=False, first=1 if part == "letters" else 0),
+                (Download("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "58c8d27c78d21e728a6bc7b3cc06412e"),),
+            ),
+        ),
+        shape=(1, 28, 28),
+        classes=classes,
+        train=train,
+        test=test,
+    )
 
 
-def _idx_source(files: FileSet, data_dir: str | None, mean: tuple[float, ...], std: tuple[float, ...]) -> Source:
-    """Images and labels to train, then to test, as idx files, packed or not."""
-    paths = files.find(data_dir)
-
-    def decode() -> Decoded:
-        arrays = []
-        for path in paths:
-            verify(path, path.read_bytes(), files.md5.get(path.name))
-            arrays.append(idx(path, read_whole(path)))
-        x, y = np.concatenate([arrays[0], arrays[2]])[:, None], np.concatenate([arrays[1], arrays[3]])
-        return x, y, len(arrays[0])
-
-    x, y, train = _cached(files.name, paths, decode)
-    return Source(x, y, 10, train, mean, std)
-
-
-def _cached(name: str, paths: list[Path], decode: Callable[[], Decoded]) -> tuple[Tensor, Tensor, int]:
-    """Decoded once for these files (by place, size and time); then mapped from the cache."""
-    seen = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    key = hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
-    targets = [cache_folder() / "arrays" / f"{name}-{key}-{part}.npy" for part in ("x", "y", "train")]
-    if not all(target.exists() for target in targets):
-        targets[0].parent.mkdir(parents=True, exist_ok=True)
-        for target, array in zip(targets, decode(), strict=True):
-            part = target.with_suffix(f".{os.getpid()}.part")
-            with open(part, "wb") as file:
-                np.save(file, np.asarray(array), allow_pickle=False)
-            os.replace(part, target)
-    x, y, train = (np.load(target, mmap_mode="c", allow_pickle=False) for target in targets)
-    return torch.from_numpy(x), torch.from_numpy(np.asarray(y, dtype=np.int64)), int(train)
-
-
-SOURCES: dict[str, Callable[[str | None], Source]] = {
-    "digits": digits,
-    "cifar10": cifar10,
-    "mnist": mnist,
-    "fashion-mnist": fashion_mnist,
+EMNIST = (
+    _emnist("balanced", 47, 112_800, 18_800),
+    _emnist("byclass", 62, 697_932, 116_323),
+    _emnist("bymerge", 47, 697_932, 116_323),
+    _emnist("digits", 10, 240_000, 40_000),
+    _emnist("letters", 26, 124_800, 20_800),
+    _emnist("mnist", 10, 60_000, 10_000),
+)
+FEMNIST = Dataset(
+    name="femnist",
+    about="FEMNIST (Caldas et al., 2018): 749,068 characters of 28 x 28 by 3,400 writers, 62 classes",
+    publisher="https://github.com/TalwalkarLab/leaf (all_data_*.json), or TensorFlow Federated (fed_emnist_*.h5)",
+    versions=(
+        Version(
+            ("fed_emnist", "femnist", "."),
+            {"fed_emnist_train.h5": "", "fed_emnist_test.h5": ""},
+            _tff_arrays,
+            (
+                Download(
+                    "https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
+                    "fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0",
+                ),
+            ),
+        ),
+        Version(
+            ("femnist/data/all_data", "femnist/all_data", "femnist", "all_data"), {"all_data_*.json": ""}, _leaf_arrays
+        ),
+    ),
+    shape=(1, 28, 28),
+    classes=62,
+    train=671_585,
+    test=77_483,
+    owners=3_400,
+)
+QMNIST = "https://raw.githubusercontent.com/facebookresearch/qmnist/master/"
+QMNIST_LABELS = {
+    "qmnist-train-labels-idx2-int.gz": "0058f8dd561b90ffdd0f734c6a30e5e4",
+    "qmnist-test-labels-idx2-int.gz": "5b5b05890a5e13444e108efe57b788aa",
 }
-FILE_SETS = (CIFAR10, MNIST, FASHION_MNIST)
+MNIST_WRITERS = replace(
+    MNIST,
+    name="mnist-writers",
+    about="the writer of every digit of MNIST (Yadav and Bottou, 2019): 539 people to train, 297 others to test",
+    publisher="https://github.com/facebookresearch/qmnist (label files), beside MNIST itself",
+    versions=(
+        Version(("mnist-writers",), {"mnist_writers.npz": ""}, _writer_arrays(lambda paths: writers_npz(paths[0]))),
+        Version(
+            ("QMNIST/raw", "qmnist"),
+            QMNIST_LABELS,
+            _writer_arrays(qmnist_writers),
+            tuple(Download(QMNIST + name, checksum) for name, checksum in QMNIST_LABELS.items()),
+        ),
+    ),
+    owners=539,
+    new_owners=297,
+)
+DATASETS = {each.name: each for each in (CIFAR10, CIFAR100, MNIST, FASHION_MNIST, *EMNIST, FEMNIST, MNIST_WRITERS)}
+NEEDS = {MNIST_WRITERS.name: (MNIST,)}  # data sets that another one is read together with
+
+
+def load(name: str, data_dir: str | None = None, labels: str = "fine") -> Source:
+    """A published data set by name. labels: "coarse" takes the coarse classes of CIFAR-100."""
+    if name == "digits":
+        return digits(data_dir)
+    dataset = DATASETS[name]
+    if labels not in ("fine", "coarse") or (labels == "coarse" and not dataset.coarse):
+        raise SettingError(
+            one_of(f"data.args.labels of {name}", labels, ("fine", "coarse") if dataset.coarse else ("fine",))
+        )
+    arrays = dataset.arrays(data_dir)
+    for other in NEEDS.get(name, ()):
+        arrays = _together(other.arrays(data_dir), arrays, name)
+    y = arrays["coarse"] if labels == "coarse" else arrays["y"]
+    return Source(
+        x=torch.from_numpy(arrays["x"]),
+        y=_whole(y),
+        classes=dataset.coarse if labels == "coarse" else dataset.classes,
+        train=int(arrays["train"]),
+        mean=dataset.mean or tuple(arrays["mean"].tolist()),
+        std=dataset.std or tuple(arrays["std"].tolist()),
+        owner=_whole(arrays["owner"]) if "owner" in arrays else None,
+        owners=arrays["owners"].tolist() if "owners" in arrays else (),
+        coarse=_whole(arrays["coarse"]) if "coarse" in arrays and labels == "fine" else None,
+    )
+
+
+def _whole(values: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int64))
+
+
+def _together(images: Arrays, writers: Arrays, name: str) -> Arrays:
+    shapes = [(len(images["y"]), int(images["train"])), (len(writers["owner"]), int(writers["train"]))]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            f"{name} must name the writer of each of MNIST's {shapes[0][0]} digits ({shapes[0][1]} to train). It has "
+            f"{shapes[1][0]} ({shapes[1][1]} to train); get both again."
+        )
+    return images | {key: writers[key] for key in ("owner", "owners")}
+
+
+def stand_in(name: str, labels: str = "fine") -> Source:
+    """Sizes and shapes of a data set that is not at hand, and nothing else: enough to say what training on it will cost."""
+    if name not in DATASETS:
+        raise DataError(f"the sizes of {name!r} are known only from its files; put them where they are looked for.")
+    dataset = DATASETS[name]
+    number = torch.arange(dataset.train + dataset.test)
+    classes = dataset.coarse if labels == "coarse" else dataset.classes
+    new = number >= dataset.train if dataset.new_owners else torch.zeros_like(number, dtype=torch.bool)
+    owner = torch.where(new, dataset.owners + number % max(dataset.new_owners, 1), number % max(dataset.owners, 1))
+    return Source(
+        x=torch.zeros(1, dtype=torch.uint8).expand(len(number), *dataset.shape),
+        y=number % classes,
+        classes=classes,
+        train=dataset.train,
+        mean=(0.5,) * dataset.shape[0],
+        std=(0.5,) * dataset.shape[0],
+        owner=owner if dataset.owners else None,
+        owners=[str(i) for i in range(dataset.owners + dataset.new_owners)],
+        coarse=number % classes % dataset.coarse if dataset.coarse and labels == "fine" else None,
+    )
 
 
 def survey(data_dir: str | None = None) -> list[dict[str, Any]]:
@@ -162,11 +366,21 @@ def survey(data_dir: str | None = None) -> list[dict[str, Any]]:
             "found": "",
             "missing": [],
             "publisher": "",
+            "get": False,
         }
     ]
-    for each in FILE_SETS:
-        paths, missing = each.look(data_dir)
-        found = str(paths[0].parent) if paths else ""
-        row = {"source": each.name, "about": each.about, "ready": not missing, "found": found}
-        rows.append(row | {"missing": missing, "publisher": each.publisher})
+    for each in DATASETS.values():
+        _, paths, missing = each.look(data_dir)
+        beside = [name for other in NEEDS.get(each.name, ()) for name in other.look(data_dir)[2]]
+        rows.append(
+            {
+                "source": each.name,
+                "about": each.about,
+                "ready": not missing + beside,
+                "found": str(paths[0].parent) if paths else "",
+                "missing": missing + beside,
+                "publisher": each.publisher,
+                "get": each.offered is not None,
+            }
+        )
     return rows

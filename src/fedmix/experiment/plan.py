@@ -17,7 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
 from fedmix.engines.local import cores
-from fedmix.experiment.build import Experiment
+from fedmix.errors import DataMissing
+from fedmix.experiment.build import Experiment, build
+from fedmix.experiment.federate import build_federation
+from fedmix.experiment.recipe import Recipe
 from fedmix.rng import stream
 
 MEASURE_SECONDS = 2.0
@@ -33,8 +36,20 @@ class _Trial:
     step_seconds: float
 
 
+def plan_recipe(recipe: Recipe, data_dir: str | None = None, workers: int | None = None) -> dict[str, Any]:
+    """The costs of a recipe; where its data is not at hand, from the sizes that its publisher gives."""
+    try:
+        return plan(build(recipe, data_dir=data_dir), workers)
+    except DataMissing as missing:
+        federation = build_federation(recipe.data, recipe.seed, only_sizes=True)
+        costs = plan(build(recipe, federation), workers)
+        return costs | {
+            "note": f"{costs['note']}; {recipe.data.source} is not here, its published sizes were used: {missing}"
+        }
+
+
 def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
-    """The costs of a recipe as a nested dict of numbers."""
+    """The costs of an experiment as a nested dict of numbers."""
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
     state = algorithm.init(recipe.seed)
     message = algorithm.broadcast(state, None)
@@ -48,6 +63,7 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
     return {
         "recipe": recipe.name,
+        "scale": recipe.scale,
         "algorithm": recipe.algorithm,
         "rounds": recipe.rounds,
         "clients": len(federation),

@@ -1,5 +1,6 @@
 """A recipe: one TOML file of frozen settings, checked at birth. Unknown keys are refused, with the known ones named."""
 
+import importlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -20,8 +21,10 @@ from fedmix.algorithms.settings import (
 )
 from fedmix.errors import SettingError, one_of
 
-SPLITS = ("iid", "hsu", "dirichlet", "shards")
+SPLITS = ("iid", "hsu", "dirichlet", "shards", "pachinko", "by-writer", "by-client")
+NATURAL = ("by-writer", "by-client")  # points belong to somebody already; the two names mean the same
 SHIFTS = ("none", "permute-labels", "rotate")
+AUGMENTS = ("none", "crop-flip")
 SIDES = ("label", "client", "rotation", "group", "column")
 OWN = "own"  # data or a model that was handed over in Python, which a recipe cannot name
 
@@ -32,28 +35,37 @@ T = TypeVar("T")
 class DataSettings:
     """Where the data comes from and who holds what of it."""
 
-    source: str = "digits"  # a name, `package.module:name`, or "own"
-    clients: int = 20
+    source: str = "digits"  # a name, "npz", "images" or "csv" with args, `package.module:name`, or "own"
+    clients: int = 20  # that take part; 0: all that the data knows (by-writer, by-client)
+    holdout_clients: int = 0  # more of them, that never take part
+    share: float = 1.0  # of the source's points, drawn at random
     split: str = "iid"
     concentration: float = 1.0  # of the split's Dirichlet distribution
+    fine_concentration: float = 10.0  # of pachinko's fine labels inside a coarse one
     shards_per_client: int = 2
-    min_size: int = 5  # of a dirichlet split's clients
+    min_size: int = 5  # of a dirichlet split's clients; owners with fewer points do not take part
     shift: str = "none"
     permutations: int = 4
     rotation_concentration: float = 1.0
     side: str = "label"  # what c is
     validation: float = 0.1  # share of a client's own points; of the training set where the publisher has a test set
     test: float = 0.2  # share of a client's own points; not used where the publisher has a test set
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a source of one's own
+    augment: str = "none"  # "crop-flip": four pixels of padding, a random crop, mirrored or not
+    args: dict[str, Any] = field(default_factory=dict)  # of the source: a file, columns, or a function's arguments
 
     def __post_init__(self) -> None:
-        for name, known in (("split", SPLITS), ("shift", SHIFTS), ("side", SIDES)):
+        for name, known in (("split", SPLITS), ("shift", SHIFTS), ("side", SIDES), ("augment", AUGMENTS)):
             if getattr(self, name) not in known:
                 raise SettingError(one_of(f"data.{name}", getattr(self, name), known))
-        for name in ("clients", "shards_per_client", "min_size", "permutations"):
+        for name in ("shards_per_client", "min_size", "permutations"):
             require(getattr(self, name) >= 1, f"data.{name}", "1 or more", getattr(self, name))
-        for name in ("concentration", "rotation_concentration"):
+        fewest = 0 if self.split in NATURAL else 1
+        words = "1 or more, or 0 for all" if self.split in NATURAL else "1 or more"
+        require(self.clients >= fewest, "data.clients", words, self.clients)
+        require(self.holdout_clients >= 0, "data.holdout_clients", "0 or more", self.holdout_clients)
+        for name in ("concentration", "fine_concentration", "rotation_concentration"):
             require(getattr(self, name) > 0, f"data.{name}", "more than 0", getattr(self, name))
+        require(0 < self.share <= 1, "data.share", "a share in (0, 1]", self.share)
         for name in ("validation", "test"):
             require(0 <= getattr(self, name) < 1, f"data.{name}", "a share in [0, 1)", getattr(self, name))
         require(
@@ -67,12 +79,8 @@ class ModelSettings:
 
     name: str = "mlp"
     output: str = "out"  # the output layer; the gate looks at its input
-    hidden: list[int] = field(
-        default_factory=list
-    )  # widths of hidden layers; none: the model's own (mlp 64, lenet5 512)
-    channels: list[int] = field(
-        default_factory=list
-    )  # of convolutions; none: the model's own (lenet5 32, 64; resnet20 16)
+    hidden: list[int] = field(default_factory=list)  # widths; none: the model's own (mlp 64, lenet5 512)
+    channels: list[int] = field(default_factory=list)  # none: the model's own (lenet5 32, 64; resnet20 16)
     dropout: list[float] = field(default_factory=list)  # mlp: after each hidden layer; lenet5: after conv2 and fc
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a model of one's own
 
@@ -126,6 +134,7 @@ class Recipe:
 
     name: str = "unnamed"
     description: str = ""
+    scale: str = "full"  # or the name of a table [scales.X] whose smaller settings were taken
     algorithm: str = "fedmix"
     rounds: int = 20
     seed: int = 0
@@ -154,8 +163,10 @@ def shipped() -> list[str]:
     )
 
 
-def read_recipe(name: str, algorithm: str | None = None, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """A shipped recipe by name, or a file or run directory by path; a method's own exceptions ([methods.X]); `changes`."""
+def read_recipe(
+    name: str, algorithm: str | None = None, changes: Mapping[str, Any] | None = None, scale: str | None = None
+) -> Recipe:
+    """A shipped recipe by name, or a file or run directory by path, with its exceptions and `changes` (`make_recipe`)."""
     if (Path(name) / "recipe.toml").is_file():
         text = (Path(name) / "recipe.toml").read_text()  # a run directory: its effective settings
     elif name in shipped():
@@ -169,24 +180,47 @@ def read_recipe(name: str, algorithm: str | None = None, changes: Mapping[str, A
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"recipe {name} must be valid TOML: {error}.") from error
     table.setdefault("name", Path(name).stem)
-    return make_recipe(table, algorithm, changes)
+    return make_recipe(table, algorithm, changes, scale)
 
 
 def make_recipe(
-    table: dict[str, Any], algorithm: str | None = None, changes: Mapping[str, Any] | None = None
+    table: dict[str, Any],
+    algorithm: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+    scale: str | None = None,
 ) -> Recipe:
-    """Settings from nested tables. `changes` has dotted keys: {"fedmix.eta": 0.5}."""
-    methods = table.pop("methods", {})
-    unknown = set(methods) - set(METHODS)
-    if unknown:
-        raise SettingError(one_of("a table [methods.X]", min(unknown), METHODS))
-    chosen = algorithm or (changes or {}).get("algorithm") or table.get("algorithm", "fedmix")
-    merged = _merge(_merge(table, methods.get(chosen, {})), {"algorithm": chosen})
-    for key, value in (changes or {}).items():
+    """Settings from nested tables. `changes` has dotted keys: {"fedmix.eta": 0.5}.
+
+    A recipe's exceptions are taken in this order, a later one over an earlier: [scales.X] of the scale that is asked for,
+    [sides.X] of the side information that is used, [methods.X] of the method; then the changes.
+    """
+    scales, sides, methods = _exceptions(table)
+    changes = changes or {}
+    chosen = algorithm or changes.get("algorithm") or table.get("algorithm", "fedmix")
+    merged = table
+    if scale not in (None, "full", table.get("scale", "full")):
+        if scale not in scales:
+            raise SettingError(one_of(f"--scale of {table.get('name', 'this recipe')}", scale, ["full", *scales]))
+        merged = _merge(merged, scales[scale]) | {"scale": scale, "name": f"{table.get('name', 'unnamed')}-{scale}"}
+    side = changes.get("data.side") or table.get("data", {}).get("side", DataSettings.side)
+    merged = _merge(_merge(merged, sides.get(side, {})), methods.get(chosen, {})) | {"algorithm": chosen}
+    for key, value in changes.items():
         for part in reversed(key.split(".")):
             value = {part: value}
         merged = _merge(merged, value)
     return settings_from(Recipe, merged)
+
+
+def _exceptions(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables [scales.X], [sides.X] and [methods.X] of a recipe, taken out of it; what is wrong in them is refused
+    even where they are not used."""
+    taken: list[dict[str, Any]] = [table.pop(kind, {}) for kind in ("scales", "sides", "methods")]
+    for kind, tables, known in zip(("scales", "sides", "methods"), taken, (None, SIDES, METHODS), strict=True):
+        for name, settings in tables.items():
+            if known is not None and name not in known:
+                raise SettingError(one_of(f"a table [{kind}.X]", name, known))
+            settings_from(Recipe, _merge(table, settings))
+    return taken
 
 
 def parse_changes(items: Iterable[str]) -> dict[str, Any]:
@@ -266,3 +300,12 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+def named_object(name: str, setting: str) -> Any:
+    """The object that `package.module:name` stands for."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(f"{setting} must name something that can be imported. {name!r} cannot: {error}.") from error

@@ -62,7 +62,6 @@ class RunDirectory:
                 run._clear()
             elif there:
                 run._check_same(recipe)
-            write_bytes(path / "recipe.toml", dump_recipe(recipe).encode())
         except BaseException:
             run.close()
             raise
@@ -112,6 +111,10 @@ class RunDirectory:
             raise RunError(
                 f"rounds was {before['rounds']}, and a rate schedule depends on it. It cannot become {now['rounds']}."
             )
+
+    def describe_recipe(self, recipe: Recipe) -> None:
+        """recipe.toml: the effective settings. Written once nothing can be refused any more."""
+        write_bytes(self.path / "recipe.toml", dump_recipe(recipe).encode())
 
     def describe_environment(self, engine: str, workers: int, seed: int) -> None:
         """environment.json: versions, machine, and each session's command."""

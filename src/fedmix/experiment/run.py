@@ -86,6 +86,7 @@ def run(
     if found and done and found.round == recipe.rounds == done["rounds"]:
         return done
     directory.describe_federation(federation)
+    directory.describe_recipe(recipe)
     directory.go_on()
     store: Store = DiskStore(directory.path / "clients") if recipe.checkpoint.clients == "disk" else MemoryStore()
     carried: dict[str, Any] = {"proxy": {}, "seconds": 0.0}
@@ -169,6 +170,7 @@ def summarise(
     summary: dict[str, Any] = {
         "algorithm": recipe.algorithm,
         "recipe": recipe.name,
+        "scale": recipe.scale,
         "rounds": recipe.rounds,
         "seed": recipe.seed,
         "clients": everyone,

@@ -33,7 +33,8 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         by_method[summary["algorithm"]].append(summary)
     rows = []
     for method, runs in by_method.items():
-        row: dict[str, Any] = {"algorithm": method, "seeds": [run["seed"] for run in runs], "rounds": runs[0]["rounds"]}
+        row: dict[str, Any] = {"algorithm": method, **{key: runs[0][key] for key in ("recipe", "scale", "rounds")}}
+        row["seeds"] = [run["seed"] for run in runs]
         for column, path in COLUMNS.items():
             row[column.replace(" ", "_")] = _spread([_at(run, path) for run in runs])
         row["gib"] = _spread([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs])
@@ -46,7 +47,8 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile beside it."""
-    table = Table(title="Test accuracy and communication", caption=_caption(rows), caption_justify="left")
+    title = f"{rows[0]['recipe']}: test accuracy and communication"
+    table = Table(title=title, caption=_caption(rows), caption_justify="left")
     table.add_column("method")
     for column in COLUMNS:
         table.add_column(column, justify="right")
@@ -73,7 +75,14 @@ def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     if any("adjusted_rand_index" in row for row in rows):
         lines.append("groups found: adjusted Rand index of the clients' groups, 1.00 = exactly")
+    if rows[0]["scale"] != "full":
+        lines.append(scaled_down(rows[0]["scale"]))
     return "\n".join(lines)
+
+
+def scaled_down(scale: str) -> str:
+    """What every output says of a run that is not its recipe at full size."""
+    return f"scaled down (--scale {scale}): fewer clients, points or rounds and a smaller model than the recipe's own"
 
 
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
@@ -139,6 +148,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     ):
         table.add_row(what, much)
     table.caption = f"{plan['note']} ({plan['workers']} clients side by side)"
+    if plan["scale"] != "full":
+        table.caption += "; " + scaled_down(plan["scale"])
     return table
 
 

@@ -1,0 +1,243 @@
+"""A user's own data as files: arrays (npz), images in class folders, tables (CSV), each with a client's name if it has one.
+
+Named in a recipe as data.source = "npz", "images" or "csv", with what the functions below take in [data.args].
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedmix.data.files import Arrays, cached, folders, moments
+from fedmix.data.formats import npz_arrays
+from fedmix.data.sources import Source
+from fedmix.errors import DataError, DataMissing
+
+Array = npt.NDArray[Any]
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+CATEGORIES = 50  # a column of words with more different ones than that is taken for a mistake
+
+
+def npz(data_dir: str | None, file: str, x: str = "x", y: str = "y", client: str = "client", c: str = "c") -> Source:
+    """Arrays of an .npz: inputs x [N, ...], labels y [N]; optional: whose each point is [N], side information c [N].
+
+    x, y, client, c: the arrays' names in the file. Bytes of three or four dimensions are images.
+    """
+    path = _found(file, data_dir)
+
+    def decode() -> Arrays:
+        found = npz_arrays(path, names.values())
+        given = {key: found[name] for key, name in names.items() if name in found}
+        for key in ("x", "y"):
+            if key not in given:
+                raise DataError(
+                    f"{path} must hold an array {names[key]!r}. It has none; data.args.{key} names another one."
+                )
+        for key, values in given.items():
+            if len(values) != len(given["y"]) or (key != "x" and values.ndim != 1):
+                raise DataError(f"{path}: {names[key]!r} must have a value for each of the {len(given['y'])} labels.")
+        return _decoded(path, given["x"], given["y"], given.get("client"), given.get("c"))
+
+    names = {"x": x, "y": y, "client": client, "c": c}
+    return _source(cached("npz", [path], decode, names))
+
+
+def table(
+    data_dir: str | None,
+    file: str,
+    label: str,
+    client: str = "",
+    side: str = "",
+    features: Sequence[str] = (),
+    standardise: bool = True,
+) -> Source:
+    """A CSV with a header: one row for each point.
+
+    label, client, side: columns; all the others are features, unless `features` names them. Words become a column of 0
+    and 1 for each. standardise: numbers are shifted and scaled to mean 0 and standard deviation 1 over all rows.
+    """
+    path = _found(file, data_dir)
+
+    def decode() -> Arrays:
+        columns = _read_csv(path)
+        apart = [name for name in (label, client, side) if name]
+        used = list(features) or [name for name in columns if name not in apart]
+        for name in [*apart, *used]:
+            if name not in columns:
+                raise DataError(f"{path} must have a column {name!r}. It has {', '.join(columns)}.")
+        if not used:
+            raise DataError(f"{path} must have columns beside {', '.join(apart)} to learn from. It has none.")
+        x = np.concatenate([_numbers(path, name, columns[name], standardise) for name in used], axis=1)
+        return _decoded(
+            path,
+            x,
+            np.array(columns[label]),
+            np.array(columns[client]) if client else None,
+            np.array(columns[side]) if side else None,
+        )
+
+    return _source(cached("csv", [path], decode, label, client, side, list(features), standardise))
+
+
+def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False) -> Source:
+    """Images in folders: FOLDER/CLASS/image, or FOLDER/CLIENT/CLASS/image.
+
+    size: all are scaled to size x size (0: they must have one size); grey: one channel instead of three.
+    """
+    root = _found(folder, data_dir)
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGES)
+    depths = {len(path.relative_to(root).parts) for path in paths}
+    if depths not in ({2}, {3}):
+        raise DataError(
+            f"{root} must hold CLASS/image or CLIENT/CLASS/image files throughout. It holds another layout."
+        )
+
+    def decode() -> Arrays:
+        x = _pixels(paths, size, grey)
+        y = np.array([path.parent.name for path in paths])
+        client = np.array([path.parent.parent.name for path in paths]) if depths == {3} else None
+        return _decoded(root, x, y, client, None)
+
+    return _source(cached("images", paths, decode, size, grey))
+
+
+def _found(name: str, data_dir: str | None) -> Path:
+    """A path as it is given, or below one of the data folders."""
+    places = [Path(), *folders(data_dir)]
+    for place in places:
+        if (place / Path(name).expanduser()).exists():
+            return place / Path(name).expanduser()
+    raise DataMissing(
+        f"{name} was not found here, nor in {', '.join(map(str, places[1:]))}. Name it by its whole path."
+    )
+
+
+def _read_csv(path: Path) -> dict[str, list[str]]:
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        try:
+            header, *rows = [row for row in csv.reader(file) if row]
+        except (ValueError, csv.Error) as error:
+            raise DataError(f"{path} must be a CSV file in UTF-8 with a header. It is not ({error}).") from error
+    if len(set(header)) != len(header):
+        raise DataError(f"{path} must have a name of its own for each column. Its header is {', '.join(header)}.")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise DataError(f"{path}, row {number} must have {len(header)} values. It has {len(row)}.")
+    if not rows:
+        raise DataError(f"{path} must have rows below its header. It has none.")
+    columns = zip(*rows, strict=True)
+    return {name.strip(): [value.strip() for value in column] for name, column in zip(header, columns, strict=True)}
+
+
+def _numbers(path: Path, name: str, column: Sequence[str], standardise: bool) -> Array:
+    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]."""
+    empty = next(
+        (row for row, value in enumerate(column, start=2) if value.lower() in ("", "nan", "na", "null", "none")), 0
+    )
+    if empty:
+        raise DataError(
+            f"{path}, row {empty}: {name!r} must have a value. It is empty; fill it in or leave the row out."
+        )
+    try:
+        values = np.array(column, dtype=np.float64)
+    except ValueError:
+        words, index = np.unique(np.array(column), return_inverse=True)
+        if len(words) > CATEGORIES:
+            raise DataError(
+                f"{path}: {name!r} must be numbers, or words of at most {CATEGORIES} kinds. It has {len(words)} kinds, "
+                f"{words[0]!r} among them; leave it out with data.args.features."
+            ) from None
+        return np.eye(len(words), dtype=np.float32)[index]
+    if not np.isfinite(values).all():
+        raise DataError(f"{path}: {name!r} must be finite. It holds infinity.")
+    if standardise:
+        values = (values - values.mean()) / (values.std() or 1.0)
+    return values[:, None].astype(np.float32)
+
+
+def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise DataError("reading images needs Pillow; install it with: pip install 'fedmix[images]'.") from error
+    pixels: list[Array] = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                opened = image.convert("L" if grey else "RGB")
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"{path} must be an image. It cannot be read ({error}).") from error
+        pixels.append(np.asarray(opened.resize((size, size), Image.Resampling.BILINEAR) if size else opened))
+        if pixels[-1].shape != pixels[0].shape:
+            raise DataError(
+                f"images must have one size. {paths[0].name} has {pixels[0].shape[:2]}, {path} has {pixels[-1].shape[:2]}; "
+                "set data.args.size."
+            )
+    return np.stack(pixels)
+
+
+def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | None) -> Arrays:
+    """What the cache keeps: numbers in place of names, channels before rows and columns, moments of images."""
+    labels, y = _numbered(y)
+    arrays: Arrays = {"y": y, "labels": labels}
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        x = (
+            x[:, None]
+            if x.ndim == 3
+            else np.moveaxis(x, 3, 1)
+            if x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
+            else x
+        )
+        arrays |= moments(x)
+    else:
+        x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise DataError(f"{path}: inputs must be finite. They hold NaN or infinity.")
+    arrays["x"] = np.ascontiguousarray(x)
+    if client is not None:
+        names, arrays["owner"] = np.unique(client, return_inverse=True)
+        arrays["owners"] = names.astype(str)
+    if c is not None:
+        arrays["column"] = np.unique(c, return_inverse=True)[1]
+    return arrays
+
+
+def _numbered(y: Array) -> tuple[Array, Array]:
+    """Classes by name, and each point's number. Whole numbers from 0 stay as they are."""
+    if y.dtype.kind == "U" and all(map(str.isdecimal, y)):
+        y = y.astype(np.int64)
+    if np.issubdtype(y.dtype, np.integer) and y.size and y.min() >= 0 and y.max() < 100_000:
+        return np.arange(int(y.max()) + 1).astype(str), y.astype(np.int64)
+    names, index = np.unique(y, return_inverse=True)
+    return names.astype(str), index
+
+
+def _source(arrays: Arrays) -> Source:
+    def whole(key: str) -> Tensor | None:
+        return torch.from_numpy(np.asarray(arrays[key], dtype=np.int64)) if key in arrays else None
+
+    def listed(key: str) -> list[Any]:
+        return arrays[key].tolist() if key in arrays else []
+
+    y = whole("y")
+    assert y is not None
+    return Source(
+        x=torch.from_numpy(arrays["x"]),
+        y=y,
+        classes=len(arrays["labels"]),
+        train=len(y),
+        mean=tuple(listed("mean")),
+        std=tuple(listed("std")),
+        owner=whole("owner"),
+        owners=listed("owners"),
+        column=whole("column"),
+        labels=listed("labels"),
+    )
+
+
+READERS: dict[str, Callable[..., Source]] = {"npz": npz, "images": images, "csv": table}
