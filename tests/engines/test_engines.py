@@ -102,7 +102,7 @@ def test_a_worker_that_dies_is_reported_with_its_client():
     tasks = [Task("train", 7, s, algorithm.broadcast(algorithm.init(0), s)) for s in range(4)]
     clients = Clumsy(experiment.federation, lambda: os.kill(os.getpid(), signal.SIGKILL))
     began = time.monotonic()
-    wanted = r"client 2, round 7: its worker process died \(killed by SIGKILL\)"
+    wanted = r"client 2, round 7: the worker process died \(killed by SIGKILL\)"
     with (
         closing(LocalEngine(algorithm, clients, 0, MemoryStore(), 2)) as engine,
         pytest.raises(ClientError, match=wanted),

@@ -16,8 +16,8 @@ from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, Serv
 from fedmix.core import aggregate, divergence
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, rate_factor
-from fedmix.core.training import train_client
-from fedmix.core.tree import Params
+from fedmix.core.training import GroupBatch, train_client, train_group
+from fedmix.core.tree import Params, stack
 from fedmix.core.types import Algorithm, Diagnosis, Examples, Message, Private, Reply
 from fedmix.errors import ModelError, SettingError
 from fedmix.rng import Stream, stream
@@ -83,6 +83,36 @@ def fedavg(
         local = {n: w for n, w in trained.params.items() if is_local(n)}
         return Message(shared, {"n": len(data), "loss": trained.loss}), local
 
+    def group_update(
+        messages: Sequence[Message],
+        privates: Sequence[Private],
+        data: Sequence[Examples],
+        rngs: Sequence[Stream],
+        epochs: int | None,
+    ) -> list[tuple[Message, Private]] | None:
+        if any(own.augment for own in data):
+            return None
+
+        def losses_of(params: Mapping[str, Tensor], batch: GroupBatch, carry: None) -> tuple[Tensor, None]:
+            logits, _ = model.apply_stacked(params, batch.x)
+            log_p = torch.log_softmax(logits, dim=2).gather(2, batch.y.unsqueeze(2)).squeeze(2)
+            return -(batch.weight * log_p).sum(dim=1), carry
+
+        t = int(messages[0].numbers["round"])
+        factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
+        params = stack([{**message.tensors, **own} for message, own in zip(messages, privates, strict=True)])
+        frozen = model.frozen.__contains__
+        epochs = epochs or client.epochs
+        trained, _, losses = train_group(
+            params, None, losses_of, data, optimizer, factor, client.batch_size, epochs, rngs, frozen
+        )
+        answers = []
+        for g, (own, loss) in enumerate(zip(data, losses, strict=True)):
+            shared = {n: w[g] for n, w in trained.items() if not is_local(n)}
+            local = {n: w[g] for n, w in trained.items() if is_local(n)}
+            answers.append((Message(shared, {"n": len(own), "loss": loss}), local))
+        return answers
+
     def server_update(state: FedavgState, replies: Sequence[Reply]) -> tuple[FedavgState, Diagnosis]:
         after = replace(state, round=state.round + 1)
         if not state.shared:
@@ -135,6 +165,7 @@ def fedavg(
         describe=describe,
         experts=lambda state: (state.shared,),
         uses_private=bool(local_names),
+        group_update=group_update if model.stackable else None,
     )
 
 

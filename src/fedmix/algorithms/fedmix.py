@@ -15,8 +15,8 @@ from fedmix.algorithms.settings import ClientSettings, FedmixSettings, ServerSet
 from fedmix.core import aggregate, divergence, gate, objective, posterior, prune
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, keep_rows, rate_factor
-from fedmix.core.training import train_client
-from fedmix.core.tree import Params, flatten, subtree
+from fedmix.core.training import GroupBatch, train_client, train_group
+from fedmix.core.tree import Params, flatten, stack, subtree
 from fedmix.core.types import Algorithm, Diagnosis, Examples, Message, Private, Reply
 from fedmix.errors import SettingError
 from fedmix.rng import Stream, stream
@@ -95,7 +95,9 @@ def fedmix(
 
         def loss_of(params: Mapping[str, Tensor], batch: Examples, phi: Tensor) -> tuple[Tensor, Tensor]:
             keep = prune.kept(posterior.expert_marginal(phi, shares), settings.eta, held)
-            logits, features = model.apply_all([subtree(params, f"expert.{k}") for k in keep], batch.x, training=True)
+            experts = [subtree(params, f"expert.{k}") for k in keep]
+            matter = prune.renormalise(phi, keep)[batch.c] >= settings.skip_below  # [B, K']
+            logits, features = model.apply_all(experts, batch.x, training=True, where=matter.T)
             if not settings.gate_through_features:
                 features = features.detach()
             log_gate = gate.log_gate(subtree(params, "gate"), features, keep)  # [B, K]
@@ -107,6 +109,12 @@ def fedmix(
                 phi_bar, present = posterior.solve_phi(joint, batch.c, categories, beta)
                 phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
+            late = (q_lik >= settings.skip_below) & ~matter  # points that have come to matter in this very step
+            for j in late.any(dim=0).nonzero().flatten().tolist():
+                rows = late[:, j].nonzero().flatten()
+                again, _ = model.apply(experts[j], batch.x[rows], training=True)
+                new = objective.log_likelihood(again.unsqueeze(0), batch.y[rows]).squeeze(1)
+                log_lik = log_lik.index_put((rows, torch.tensor(j)), new)
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
@@ -117,15 +125,88 @@ def fedmix(
         if settings.marginal == "exact":
             q_zs = _exact_marginal(trained.params, held, data.x)
         keep = prune.kept(q_zs, settings.eta, held)
-        tensors = {"q_zs": q_zs} | flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
-        private = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
+        experts = flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
+        theta = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
+        return _answer(experts, theta, trained.carry, data, trained.loss, q_zs)
+
+    plain = settings.eta == 0 and settings.skip_below == 0
+    together = plain and settings.objective == "bound" and settings.marginal == "posterior"
+
+    def group_update(
+        messages: Sequence[Message],
+        privates: Sequence[Private],
+        data: Sequence[Examples],
+        rngs: Sequence[Stream],
+        epochs: int | None,
+    ) -> list[tuple[Message, Private]] | None:
+        if any(own.augment for own in data):
+            return None
+        G = len(data)
+        t = int(messages[0].numbers["round"])
+        beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, t)
+        new = posterior.uniform(categories, K)
+        phis = [m.tensors["phi"] if shared_phi else p.get("phi", new) for m, p in zip(messages, privates, strict=True)]
+        names = list(subtree(messages[0].tensors, "expert.0"))
+        experts = {
+            f"expert.{name}": torch.stack([m.tensors[f"expert.{k}.{name}"] for m in messages for k in range(K)])
+            for name in names
+        }  # [G K, ...]
+        gates = stack([{name: value for name, value in own.items() if name != "phi"} for own in privates])
+        params = {name: value.view(G, K, *value.shape[1:]) for name, value in experts.items()} | gates
+
+        def losses_of(params: Mapping[str, Tensor], batch: GroupBatch, phi: Tensor) -> tuple[Tensor, Tensor]:
+            w = {name: value.flatten(0, 1) for name, value in subtree(params, "expert").items()}
+            x = batch.x.unsqueeze(1).expand(G, K, *batch.x.shape[1:]).flatten(0, 1)
+            logits, features = (value.view(G, K, *value.shape[1:]) for value in model.apply_stacked(w, x))
+            if not settings.gate_through_features:
+                features = features.detach()
+            log_gate = gate.log_gates(subtree(params, "gate"), features)  # [G, B, K]
+            log_lik = objective.log_likelihoods(logits, batch.y)  # [G, B, K]
+            with torch.no_grad():
+                joint = objective.log_joint(log_lik, log_gate)
+                phi_bar, present = posterior.solve_phis(joint, batch.c, batch.weight > 0, categories, beta)
+                phi = torch.where(present.unsqueeze(2), settings.gamma * phi + (1 - settings.gamma) * phi_bar, phi)
+                q = phi.gather(1, batch.c.unsqueeze(2).expand(-1, -1, K))
+            return -(batch.weight * (q * (log_lik + log_gate)).sum(dim=2)).sum(dim=1), phi
+
+        factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
+        trained, phi, losses = train_group(
+            params,
+            torch.stack(phis),
+            losses_of,
+            data,
+            optimizer,
+            factor,
+            client.batch_size,
+            epochs or client.epochs,
+            rngs,
+            lambda name: name.startswith("expert.") and name.removeprefix("expert.") in model.frozen,
+        )
+        answers = []
+        for g, (own, loss) in enumerate(zip(data, losses, strict=True)):
+            experts = {f"expert.{k}.{name}": trained[f"expert.{name}"][g, k] for k in range(K) for name in names}
+            theta = {name: value[g] for name, value in trained.items() if name.startswith("gate.")}
+            answers.append(_answer(experts, theta, phi[g], own, loss))
+        return answers
+
+    def _answer(
+        experts: Mapping[str, Tensor],
+        theta: Params,
+        phi: Tensor,
+        data: Examples,
+        loss: float,
+        q_zs: Tensor | None = None,
+    ) -> tuple[Message, Private]:
+        """What a client sends after training, and what it keeps."""
+        shares = posterior.category_shares(data.c, categories)
+        tensors = {"q_zs": posterior.expert_marginal(phi, shares) if q_zs is None else q_zs, **experts}
         if settings.phi == "private":
-            private["phi"] = posterior.to_simplex(trained.carry, settings.phi_floor)
+            theta = theta | {"phi": posterior.to_simplex(phi, settings.phi_floor)}
         elif shared_phi:
-            tensors["phi"] = trained.carry
+            tensors["phi"] = phi
             if settings.prior == "reported":
                 tensors["c_shares"] = shares
-        return Message(tensors, {"n": len(data), "loss": trained.loss}), private
+        return Message(tensors, {"n": len(data), "loss": loss}), theta
 
     def _exact_marginal(params: Mapping[str, Tensor], held: list[int], x: Tensor) -> Tensor:
         """p(z|s) = E_{x ~ D_s}[p(z|x,s)], the gate's softmax over all K as in training: [K]."""
@@ -221,6 +302,7 @@ def fedmix(
         describe=describe,
         experts=lambda state: state.experts,
         uses_private=True,
+        group_update=group_update if together and model.stackable else None,
     )
 
 

@@ -66,6 +66,7 @@ class FedmixSettings:
     entropy: float = 1.0  # coefficient of the marginal entropy on the server
     prior: str | list[float] = "uniform"  # p(c) in it; "reported": clients give their shares of c away
     gate_through_features: bool = True  # the gate's loss reaches the experts through their features
+    skip_below: float = 0.0  # no backward pass for an expert on points with q(z=k|c) below this; 0 is exact
 
     def __post_init__(self) -> None:
         require(self.experts >= 1, "fedmix.experts", "1 or more", self.experts)
@@ -76,6 +77,11 @@ class FedmixSettings:
         require(0 <= self.eta <= 1, "fedmix.eta", "in [0, 1]", self.eta)
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
         require(0 <= self.phi_floor < 1 / self.experts, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
+        require(0 <= self.skip_below < 1, "fedmix.skip_below", "in [0, 1)", self.skip_below)
+        if self.skip_below:
+            must = "false with fedmix.skip_below: else the gate's loss reaches every expert on every point"
+            require(not self.gate_through_features, "fedmix.gate_through_features", must, self.gate_through_features)
+            require(self.objective == "bound", "fedmix.objective", "'bound' with fedmix.skip_below", self.objective)
         require(self.entropy >= 0, "fedmix.entropy", "0 or more", self.entropy)
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

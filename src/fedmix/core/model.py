@@ -7,18 +7,21 @@ the module needs no change.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from fedmix.core.tree import Params
 from fedmix.errors import ModelError
 from fedmix.rng import Stream, stream
 
 Factory = Callable[[], nn.Module]
+STACK_PARAMETERS = 250_000  # larger models fill the cores by themselves
 
 
 class Model:
@@ -27,6 +30,7 @@ class Model:
     def __init__(self, build: Factory, output: str, example: Tensor, classes: int) -> None:
         """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs."""
         self.build = build
+        self._example = example
         self.output = output
         self.classes = classes
         with stream(0, "template").torch():  # buffers, if random, are the same in every process
@@ -35,6 +39,8 @@ class Model:
         everything = list(self.module.named_parameters(remove_duplicate=False))
         self._tied = len(everything) > len(list(self.module.parameters()))
         self._refuse_what_cannot_be_averaged()
+        self.channels_last = False
+        self.channels_last = self._works_with_channels_last(example)
         with torch.no_grad():
             logits, features = self.apply(self._params(self.module), example, training=False)
         if logits.dim() != 2 or logits.shape[1] != classes:
@@ -66,10 +72,53 @@ class Model:
             )
         return logits, caught[0].flatten(1)
 
-    def apply_all(self, experts: Sequence[Mapping[str, Tensor]], x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """The same for several experts: logits [K, B, classes], features [K, B, H]."""
-        both = [self.apply(w, x, training) for w in experts]
+    def apply_all(
+        self, experts: Sequence[Mapping[str, Tensor]], x: Tensor, training: bool, where: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same for several experts: logits [K, B, classes], features [K, B, H].
+
+        where: the points that an expert is to learn from [K, B]; the others take no part in its backward pass.
+        """
+        if where is None or bool(where.all()):
+            both = [self.apply(w, x, training) for w in experts]
+        else:
+            both = [self._apply_where(w, x, training, rows) for w, rows in zip(experts, where, strict=True)]
         return torch.stack([logits for logits, _ in both]), torch.stack([h for _, h in both])
+
+    def _apply_where(
+        self, params: Mapping[str, Tensor], x: Tensor, training: bool, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Two passes over one mini-batch: with a graph for some of its points, without for the rest."""
+        with_graph, without = rows.nonzero().squeeze(1), (~rows).nonzero().squeeze(1)
+        parts = []
+        for index, graph in ((with_graph, torch.is_grad_enabled()), (without, False)):
+            if len(index):
+                with torch.set_grad_enabled(graph):
+                    parts.append(self.apply(params, x[index], training))
+        order = torch.argsort(torch.cat([with_graph, without]))
+        return torch.cat([logits for logits, _ in parts])[order], torch.cat([h for _, h in parts])[order]
+
+    @cached_property
+    def stackable(self) -> bool:
+        """Whether several sets of parameters can be applied at once, and that pays: a small model without convolutions
+        and without randomness."""
+        if self.parameters > STACK_PARAMETERS or any(isinstance(m, _ConvNd) for m in self._layers.values()):
+            return False
+        alone = self._params(self.module)
+        stacked = {name: torch.stack([value, value + 0.1]) for name, value in alone.items()}
+        x = self._example.unsqueeze(0).expand(2, *self._example.shape)
+        try:
+            with torch.no_grad():
+                together, _ = self.apply_stacked(stacked, x)
+                apart, _ = self.apply({name: value[1] for name, value in stacked.items()}, self._example, training=True)
+        except (RuntimeError, ValueError, ModelError):
+            return False
+        return torch.allclose(together[1], apart, rtol=1e-4, atol=1e-5)
+
+    def apply_stacked(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Training mode, M models at once: parameters [M, ...], x [M, B, ...] -> logits [M, B, classes], features [M, B, H]."""
+        logits, features = torch.vmap(lambda w, inputs: self.apply(w, inputs, training=True))(dict(params), x)
+        return logits, features
 
     def layer_output(self, params: Mapping[str, Tensor], x: Tensor, layer: str) -> Tensor:
         """What `layer` gives for x; the layers after it are not computed."""
@@ -109,7 +158,24 @@ class Model:
                 handle.remove()
         return list(dict.fromkeys(order))
 
+    def _works_with_channels_last(self, example: Tensor) -> bool:
+        """Convolutions and pooling are faster on images with their channels last in memory; a module that depends on how
+        its images lie there (it may call `view`) gets them as they are."""
+        if example.dim() != 4 or not any(isinstance(layer, nn.Conv2d) for layer in self._layers.values()):
+            return False
+        params = self._params(self.module)
+        self.module.train(False)
+        try:
+            with torch.no_grad():
+                plain = self._call(params, example)
+                other = self._call(params, example.contiguous(memory_format=torch.channels_last))
+        except RuntimeError:
+            return False
+        return torch.allclose(plain, other, rtol=1e-3, atol=1e-4)
+
     def _call(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         logits: Tensor = functional_call(self.module, dict(params), (x,), tie_weights=self._tied)
         return logits
 

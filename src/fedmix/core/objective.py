@@ -10,6 +10,12 @@ def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
     return log_p.gather(2, y.view(1, -1, 1).expand(len(logits), -1, 1)).squeeze(2).T
 
 
+def log_likelihoods(logits: Tensor, y: Tensor) -> Tensor:
+    """The same for G clients at once: logits [G, K, B, classes], y [G, B] -> [G, B, K]."""
+    index = y.unsqueeze(1).unsqueeze(3).expand(-1, logits.shape[1], -1, 1)
+    return torch.log_softmax(logits, dim=3).gather(3, index).squeeze(3).transpose(1, 2)
+
+
 def log_joint(log_lik: Tensor, log_gate: Tensor) -> Tensor:
     """log p(y, z=k | x, s) = log p(y|x, z=k) + log p(z=k|x, s): [B, K], [B, K] -> [B, K]."""
     return log_lik + log_gate

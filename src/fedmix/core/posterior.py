@@ -23,6 +23,18 @@ def solve_phi(log_joint: Tensor, c: Tensor, categories: int, beta: float) -> tup
     return torch.softmax(mean / beta, dim=1), count > 0
 
 
+def solve_phis(log_joint: Tensor, c: Tensor, there: Tensor, categories: int, beta: float) -> tuple[Tensor, Tensor]:
+    """The same for G clients at once: log_joint [G, B, K], c [G, B], which points are really there [G, B] -> phi' [G, C, K],
+    and which rows each client's batch holds [G, C]."""
+    G, _, K = log_joint.shape
+    row = (c + categories * torch.arange(G).unsqueeze(1)).flatten()
+    weight = there.flatten().to(log_joint.dtype)
+    total = log_joint.new_zeros(G * categories, K).index_add_(0, row, log_joint.flatten(0, 1) * weight.unsqueeze(1))
+    count = log_joint.new_zeros(G * categories).index_add_(0, row, weight)
+    mean = total / count.clamp(min=1).unsqueeze(1)
+    return torch.softmax(mean / beta, dim=1).view(G, categories, K), (count > 0).view(G, categories)
+
+
 def temperature(beta: float, start: float, over: int, t: int) -> float:
     """beta in round t = 1, 2, ...: from `start` to `beta` in equal steps over some rounds; start 0: always `beta`."""
     return start + (beta - start) * min((t - 1) / over, 1.0) if start else beta

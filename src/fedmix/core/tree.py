@@ -1,6 +1,6 @@
 """Nested containers of tensors as one flat dict of named tensors, and back: what checkpoints and the wire are made of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -60,6 +60,11 @@ def subtree(flat: Mapping[str, Tensor], prefix: str) -> Params:
     """The tensors whose names start with `prefix.`, with that cut off."""
     cut = len(prefix) + 1
     return {name[cut:]: value for name, value in flat.items() if name.startswith(prefix + ".")}
+
+
+def stack(flats: Sequence[Mapping[str, Tensor]]) -> Params:
+    """Flat dicts of the same names as one, each tensor with a new first dimension."""
+    return {name: torch.stack([flat[name] for flat in flats]) for name in flats[0]}
 
 
 def nbytes(flat: Mapping[str, Tensor]) -> int:

@@ -65,6 +65,12 @@ class Diagnosis:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
+GroupUpdate = Callable[
+    [Sequence[Message], Sequence[Private], Sequence[Examples], Sequence[Stream], int | None],
+    list[tuple[Message, Private]] | None,
+]
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A method as a value: pure functions, cut where the wire is.
@@ -80,6 +86,8 @@ class Algorithm:
     describe           (state) -> what a reader of metrics wants to see of the state, as plain lists
     experts            (state) -> the shared models' parameters, one dict for each expert
     uses_private       whether clients hold private state at all: if not, nothing has to be shared for `predict_anonymous`
+    group_update       client_update of several clients at once, where that is quicker (small models), else None: the same
+                       numbers up to rounding; gives None where these clients cannot be taken together
     """
 
     name: str
@@ -94,3 +102,4 @@ class Algorithm:
     describe: Callable[[State], dict[str, Any]]
     experts: Callable[[State], tuple[Params, ...]]
     uses_private: bool
+    group_update: GroupUpdate | None = None

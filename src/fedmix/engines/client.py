@@ -1,5 +1,6 @@
 """The client's side of the wire: what a client does with a message. Every engine runs exactly this."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from fedmix.core.types import Algorithm, Clients, Examples, Message, Private
 from fedmix.errors import ClientError, StepError
-from fedmix.rng import stream
+from fedmix.rng import Stream, stream
 
 CHUNK = 512  # points of a forward pass without gradients
 
@@ -28,25 +29,58 @@ class Task:
     part: str = "validation"
     finetune: int = 0
 
+    @property
+    def trains(self) -> bool:
+        return self.kind == "train" or self.finetune > 0
 
-def perform(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private) -> tuple[Message, Private]:
-    """The answer, and the client's private state after it. An error names client, round and step."""
+    def stream(self, seed: int) -> Stream:
+        rng = stream(seed, "round", self.round, "client", self.client)
+        return rng if self.kind == "train" else rng.child("finetune")
+
+
+Answer = tuple[Message, Private]  # what goes to the server, and the client's private state after it
+
+
+def perform(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private) -> Answer:
+    """What a client answers. An error names client, round and step."""
     try:
-        rng = stream(seed, "round", task.round, "client", task.client)
-        if task.kind == "train":
+        updated = task.message, private
+        if task.trains:
             train = clients.examples(task.client, "train")
-            reply, after = algorithm.client_update(task.message, private, train, rng, None)
-            score = evaluate(algorithm, reply, after, clients.examples(task.client, task.part))
-            return Message(reply.tensors, {**reply.numbers, **score}), after
-        message, after = task.message, private
-        if task.finetune:
-            train = clients.examples(task.client, "train")
-            message, after = algorithm.client_update(message, private, train, rng.child("finetune"), task.finetune)
-        return Message({}, evaluate(algorithm, message, after, clients.examples(task.client, task.part))), private
+            updated = algorithm.client_update(task.message, private, train, task.stream(seed), task.finetune or None)
+        return _answer(algorithm, clients, task, private, updated)
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
     except Exception as error:
         raise ClientError(f"client {task.client}, round {task.round}: {type(error).__name__}: {error}") from error
+
+
+def perform_group(
+    algorithm: Algorithm, clients: Clients, seed: int, tasks: Sequence[Task], privates: Sequence[Private]
+) -> list[Answer]:
+    """The same for several clients with tasks of one kind, side by side where the method can; else one after the other."""
+    if len(tasks) > 1 and tasks[0].trains and algorithm.group_update:
+        data = [clients.examples(task.client, "train") for task in tasks]
+        messages, rngs = [task.message for task in tasks], [task.stream(seed) for task in tasks]
+        try:
+            updated = algorithm.group_update(messages, privates, data, rngs, tasks[0].finetune or None)
+            if updated is not None:
+                return [
+                    _answer(algorithm, clients, task, private, each)
+                    for task, private, each in zip(tasks, privates, updated, strict=True)
+                ]
+        except Exception:  # one of them fails: taken one by one, the error names it
+            pass
+    return [perform(algorithm, clients, seed, task, own) for task, own in zip(tasks, privates, strict=True)]
+
+
+def _answer(algorithm: Algorithm, clients: Clients, task: Task, private: Private, updated: Answer) -> Answer:
+    """Training: the reply with a score. Evaluation: the score alone, and the private state as it was."""
+    message, after = updated
+    score = evaluate(algorithm, message, after, clients.examples(task.client, task.part))
+    if task.kind == "train":
+        return Message(message.tensors, {**message.numbers, **score}), after
+    return Message({}, score), private
 
 
 def evaluate(algorithm: Algorithm, message: Message, private: Private, data: Examples) -> dict[str, float]:

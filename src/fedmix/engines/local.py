@@ -1,7 +1,8 @@
 """Clients side by side on all cores of this machine: worker processes of one torch thread each, started once.
 
-A worker trains one whole client at a time, so the numbers do not depend on how many workers there are. Weights cross in
-shared memory: what the server sends is laid down once for all clients of a round; pipes carry only a few words of JSON.
+A worker takes whole clients: one at a time, or a group of them side by side where the model is small. Who is in a group
+depends on the tasks alone, so the numbers do not depend on how many workers there are. Weights cross in shared memory: what
+the server sends is laid down once for all clients of a round; pipes carry only a few words of JSON.
 """
 
 import json
@@ -15,13 +16,15 @@ from typing import Any
 
 import torch
 
-from fedmix.core.types import Algorithm, Clients, Message, Private
+from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.arena import Arena
-from fedmix.engines.client import Task, perform
+from fedmix.engines.client import Answer, Task, perform_group
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError, FedmixError, SettingError
 
 BATCH = 256  # tasks whose private states are in shared memory at once
+GROUPS = 4  # at least so many groups of clients where small models train side by side, so that workers have work
+LARGEST_GROUP = 16
 
 
 def cores() -> int:
@@ -38,6 +41,7 @@ class LocalEngine:
         self.store = store
         self.workers = workers
         self._new = algorithm.new_client(seed)
+        self._side_by_side = algorithm.group_update is not None
         self._down = Arena()
         self._workers: list[_Worker] = []
         for _ in range(workers):
@@ -53,28 +57,38 @@ class LocalEngine:
 
     def _run(self, tasks: Sequence[Task]) -> list[Message]:
         self._down.clear()
-        orders = [self._order(task) for task in tasks]
-        answers: list[Message | None] = [None] * len(tasks)
-        waiting = list(range(len(tasks)))[::-1]
+        groups = self._groups(tasks)
+        orders = [json.dumps([self._order(task) for task in group]).encode() for group in groups]
+        answers: dict[int, Message] = {}
+        waiting = list(range(len(groups)))[::-1]
         busy: dict[_Worker, int] = {}
-        for worker in self._workers[: len(tasks)]:
+
+        def give(worker: _Worker) -> None:
             busy[worker] = waiting.pop()
-            worker.send(orders[busy[worker]], tasks[busy[worker]])
+            worker.send(orders[busy[worker]], groups[busy[worker]])
+
+        for worker in self._workers[: len(groups)]:
+            give(worker)
         while busy:
             ready = wait([worker.pipe for worker in busy])
             for worker in [worker for worker in busy if worker.pipe in ready]:
-                index = busy.pop(worker)
-                answer, private = worker.receive(tasks[index])
+                group = groups[busy.pop(worker)]
+                received = worker.receive(group)
                 if waiting:
-                    busy[worker] = waiting.pop()
-                    worker.send(orders[busy[worker]], tasks[busy[worker]])
-                answers[index] = answer
-                if tasks[index].kind == "train":
-                    self.store.put(tasks[index].client, private)
-        return [answer for answer in answers if answer is not None]
+                    give(worker)
+                for task, (answer, private) in zip(group, received, strict=True):
+                    answers[task.client] = answer
+                    if task.kind == "train":
+                        self.store.put(task.client, private)
+        return [answers[task.client] for task in tasks]
 
-    def _order(self, task: Task) -> bytes:
-        order = {
+    def _groups(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
+        """Tasks that go to a worker together: a few where clients train side by side, else one."""
+        size = min(-(-len(tasks) // GROUPS), LARGEST_GROUP) if self._side_by_side and tasks[0].trains else 1
+        return [tasks[start : start + size] for start in range(0, len(tasks), size)]
+
+    def _order(self, task: Task) -> dict[str, Any]:
+        return {
             "task": {
                 "kind": task.kind,
                 "round": task.round,
@@ -86,7 +100,6 @@ class LocalEngine:
             "numbers": dict(task.message.numbers),
             "private": self._down.lay(self.store.get(task.client, self._new)),
         }
-        return json.dumps(order).encode()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -112,29 +125,35 @@ class _Worker:
         self.process.start()
         other.close()
 
-    def send(self, order: bytes, task: Task) -> None:
+    def send(self, order: bytes, tasks: Sequence[Task]) -> None:
         try:
             self.pipe.send_bytes(order)
         except OSError as error:
-            raise self._died(task) from error
+            raise self._died(tasks) from error
 
-    def receive(self, task: Task) -> tuple[Message, Private]:
+    def receive(self, tasks: Sequence[Task]) -> list[Answer]:
         try:
-            answer: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+            answers: Any = json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            raise self._died(task) from error
-        if "error" in answer:
-            raise ClientError(answer["error"])
-        private = self._up.take(answer["private"], copy=True)
-        return Message(self._up.take(answer["tensors"], copy=True), answer["numbers"]), private
+            raise self._died(tasks) from error
+        if isinstance(answers, str):
+            raise ClientError(answers)
+        return [
+            (
+                Message(self._up.take(answer["tensors"], copy=True), answer["numbers"]),
+                self._up.take(answer["private"], copy=True),
+            )
+            for answer in answers
+        ]
 
-    def _died(self, task: Task) -> ClientError:
+    def _died(self, tasks: Sequence[Task]) -> ClientError:
         self.process.join(timeout=5)
         code = self.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
         return ClientError(
-            f"client {task.client}, round {task.round}: its worker process died ({how}). If memory ran out, use fewer "
-            "--workers; the run can be resumed."
+            f"{who}, round {tasks[0].round}: the worker process died ({how}). If memory ran out, use fewer --workers; the "
+            "run can be resumed."
         )
 
     def close(self) -> None:
@@ -156,26 +175,36 @@ def _serve(
     clients: Clients,
     seed: int,
 ) -> None:
-    """The life of a worker: a task in, an answer out, until the server closes the pipe."""
+    """The life of a worker: tasks in, answers out, until the server closes the pipe."""
     for end in servers_ends:  # inherited by the fork; while anybody holds one, a worker would not see the server leave
         end.close()
     os.setpgid(0, 0)  # Ctrl-C and SIGTERM to the group are for the server, which finishes its checkpoint
     torch.set_num_threads(1)
     while True:
         try:
-            order = json.loads(pipe.recv_bytes())
+            orders = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        tensors = down.take(order["tensors"], copy=False)
-        private = down.take(order["private"], copy=False)
-        task = Task(**order["task"], message=Message(tensors, order["numbers"]))
+        tasks = [
+            Task(**order["task"], message=Message(down.take(order["tensors"], copy=False), order["numbers"]))
+            for order in orders
+        ]
+        privates = [down.take(order["private"], copy=False) for order in orders]
         up.clear()
+        answer: list[dict[str, Any]] | str
         try:
-            reply, after = perform(algorithm, clients, seed, task, private)
-            answer = {"tensors": up.lay(reply.tensors), "numbers": dict(reply.numbers)}
-            answer["private"] = up.lay(after) if task.kind == "train" else []
+            answer = [
+                {
+                    "tensors": up.lay(reply.tensors),
+                    "numbers": dict(reply.numbers),
+                    "private": up.lay(after) if task.kind == "train" else [],
+                }
+                for task, (reply, after) in zip(
+                    tasks, perform_group(algorithm, clients, seed, tasks, privates), strict=True
+                )
+            ]
         except FedmixError as error:
-            answer = {"error": str(error)}
+            answer = str(error)
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:

@@ -8,7 +8,7 @@ OUTPUT = "out"
 
 
 class LeNet5(nn.Module):
-    """conv 5x5 - ReLU - pool 2, twice; fc - ReLU; out.
+    """conv 5x5 - pool 2 - ReLU, twice; fc - ReLU; out.
 
     The two rates of dropout are for what follows the second convolution and the hidden layer.
     """
@@ -34,8 +34,8 @@ class LeNet5(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pool = nn.functional.max_pool2d
-        x = pool(self.conv1(x).relu(), 2)
-        x = self.dropout_conv(pool(self.conv2(x).relu(), 2))
+        x = pool(self.conv1(x), 2).relu()  # the same as ReLU before pooling, on a quarter of the values
+        x = self.dropout_conv(pool(self.conv2(x), 2).relu())
         x = self.dropout_fc(self.fc(x.flatten(1)).relu())
         logits: Tensor = self.out(x)
         return logits
