@@ -32,15 +32,15 @@ def test_permuting_clients_permutes_their_weights_and_leaves_the_update():
     order = [2, 0, 3, 1]
     p = aggregate.expert_weights(q, n)
     assert torch.allclose(aggregate.expert_weights(q[order], n[order]), p[order], atol=1e-15)
-    one = aggregate.mean_delta(w, w_s, p[:, 0])["a"]
-    other = aggregate.mean_delta(w, [w_s[i] for i in order], p[order, 0])["a"]
+    one = aggregate.mean_delta(w, aggregate.deltas(w, w_s), p[:, 0])["a"]
+    other = aggregate.mean_delta(w, aggregate.deltas(w, [w_s[i] for i in order]), p[order, 0])["a"]
     assert torch.allclose(one, other, atol=1e-12)
 
 
 def test_mean_delta_is_the_weighted_sum_and_skips_who_did_not_return():
     w = {"a": torch.zeros(2)}
     w_s = [{"a": torch.tensor([1.0, 2.0])}, None, {"a": torch.tensor([3.0, -1.0])}]
-    delta = aggregate.mean_delta(w, w_s, torch.tensor([0.25, 0.0, 0.75]))
+    delta = aggregate.mean_delta(w, aggregate.deltas(w, w_s), torch.tensor([0.25, 0.0, 0.75]))
     assert delta["a"].tolist() == pytest.approx([-2.5, 0.25])
 
 
@@ -49,7 +49,7 @@ def test_plain_averaging_is_sgd_of_rate_one():
     w_s = [{"a": torch.randn(3)} for _ in range(2)]
     p = torch.tensor([0.4, 0.6])
     step = sgd(1.0)
-    new, _ = step.update(w, aggregate.mean_delta(w, w_s, p), step.init(w), 1.0)
+    new, _ = step.update(w, aggregate.mean_delta(w, aggregate.deltas(w, w_s), p), step.init(w), 1.0)
     assert torch.allclose(new["a"], 0.4 * w_s[0]["a"] + 0.6 * w_s[1]["a"], atol=1e-6)
 
 
@@ -115,9 +115,9 @@ def test_divergence_of_equal_and_of_opposite_updates():
 def test_expert_divergence_looks_at_each_tensor_and_leaves_out_who_did_not_return():
     w = {"a": torch.zeros(2), "b": torch.zeros(3)}
     up, down = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": -torch.ones(2), "b": torch.ones(3)}
-    got = divergence.expert_divergence(w, [up, None, down], torch.tensor([0.5, 0.0, 0.5]))
+    got = divergence.expert_divergence(aggregate.deltas(w, [up, None, down]), torch.tensor([0.5, 0.0, 0.5]))
     assert got == pytest.approx({"a": 0.5, "b": 0.0}, abs=1e-7)
-    assert divergence.expert_divergence(w, [None, None], torch.zeros(2)) == {"a": 0.0, "b": 0.0}
+    assert divergence.expert_divergence(aggregate.deltas(w, [None, None]), torch.zeros(2)) == {"a": 0.0, "b": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,9 @@ def fedavg(
             return after, Diagnosis(None)
         w_s = [reply.message.tensors for reply in replies]
         p_s = aggregate.client_weights(torch.tensor([reply.message.numbers["n"] for reply in replies]))
-        layers = divergence.expert_divergence(state.shared, w_s, p_s)
-        delta = aggregate.mean_delta(state.shared, w_s, p_s)
+        moved = aggregate.deltas(state.shared, w_s)
+        layers = divergence.expert_divergence(moved, p_s)
+        delta = aggregate.mean_delta(state.shared, moved, p_s)
         shared, opt = w_optimizer.update(state.shared, delta, state.opt, 1.0)
         return replace(after, shared=shared, opt=opt), Diagnosis(sum(layers.values()), {"divergence_layers": [layers]})
 

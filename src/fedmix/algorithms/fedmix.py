@@ -228,9 +228,10 @@ def fedmix(
         experts, experts_opt, per_expert, per_layer = [], [], [], []
         for k, (w, opt) in enumerate(zip(state.experts, state.experts_opt, strict=True)):
             w_s = [subtree(m, f"expert.{k}") or None for m in messages]
-            layers = divergence.expert_divergence(w, w_s, p_sz[:, k])
+            moved = aggregate.deltas(w, w_s)
+            layers = divergence.expert_divergence(moved, p_sz[:, k])
             if bool(p_sz[:, k].sum() > 0):  # an expert that nobody returned keeps its weights and its Adam state
-                w, opt = w_optimizer.update(w, aggregate.mean_delta(w, w_s, p_sz[:, k]), opt, 1.0)
+                w, opt = w_optimizer.update(w, aggregate.mean_delta(w, moved, p_sz[:, k]), opt, 1.0)
             experts.append(w)
             experts_opt.append(opt)
             per_layer.append(layers)

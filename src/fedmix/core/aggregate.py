@@ -1,6 +1,7 @@
 """What the server makes of the clients' answers (eq:fedmixPavg)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,11 +27,24 @@ def expert_weights(q_zs: Tensor, n_s: Tensor) -> Tensor:
     )
 
 
-def mean_delta(w: Mapping[str, Tensor], w_s: Sequence[Mapping[str, Tensor] | None], p_s: Tensor) -> Params:
-    """Delta_k = sum_s p(s|z=k) (w_k - w_{s,k}), tensor by tensor. None: a client that did not return this expert."""
-    delta = {name: torch.zeros_like(value) for name, value in w.items()}
-    for weight, client in zip(p_s.tolist(), w_s, strict=True):
-        if client is not None and weight > 0:
-            for name, value in w.items():
-                delta[name].add_(value - client[name], alpha=weight)
-    return delta
+@dataclass(frozen=True)
+class Deltas:
+    """How far the clients that returned an expert moved it: w_k - w_{s,k}, a row of each tensor for each of them."""
+
+    members: list[int]  # their places in the cohort
+    tensors: Params  # [M, P]
+
+
+def deltas(w: Mapping[str, Tensor], w_s: Sequence[Mapping[str, Tensor] | None]) -> Deltas:
+    """None: a client that did not return this expert."""
+    returned = [(i, client) for i, client in enumerate(w_s) if client is not None]
+    rows = {}
+    for name, value in w.items():
+        moved = torch.stack([client[name] for _, client in returned]) if returned else value.new_zeros(0, *value.shape)
+        rows[name] = torch.sub(value, moved, out=moved).flatten(1)
+    return Deltas([i for i, _ in returned], rows)
+
+
+def mean_delta(w: Mapping[str, Tensor], moved: Deltas, p_s: Tensor) -> Params:
+    """Delta_k = sum_s p(s|z=k) (w_k - w_{s,k}), tensor by tensor; p_s over the whole cohort [S']."""
+    return {name: (p_s[moved.members].to(rows.dtype) @ rows).view_as(w[name]) for name, rows in moved.tensors.items()}

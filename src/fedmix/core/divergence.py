@@ -1,9 +1,9 @@
 """Gradient divergence of a cohort (sec:grad_alignment)."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
+
+from fedmix.core.aggregate import Deltas
 
 
 def tensor_divergence(deltas: Tensor, p_s: Tensor) -> float:
@@ -11,25 +11,13 @@ def tensor_divergence(deltas: Tensor, p_s: Tensor) -> float:
 
     A Gram matrix, not a double loop. A zero delta has no direction: its terms are left out of the sum.
     """
-    norms = deltas.norm(dim=1).to(torch.float64)
-    alive = (norms > 0) & (p_s > 0)
-    if not bool(alive.any()):
-        return 0.0
-    p = p_s[alive].to(torch.float64)
-    unit = deltas[alive] / norms[alive].to(deltas.dtype).unsqueeze(1)
-    cosine = (unit @ unit.T).to(torch.float64).clamp(-1, 1).fill_diagonal_(1)
-    return float(0.5 * (p @ (1 - cosine) @ p))
+    gram = (deltas @ deltas.T).to(torch.float64)
+    norms = gram.diagonal().sqrt()
+    p = torch.where(norms > 0, p_s.to(torch.float64), torch.zeros_like(norms))
+    cosine = (gram / torch.outer(norms, norms).clamp(min=torch.finfo(torch.float64).tiny)).clamp(-1, 1)
+    return float(0.5 * (p @ (1 - cosine.fill_diagonal_(1)) @ p))
 
 
-def expert_divergence(
-    w: Mapping[str, Tensor], w_s: Sequence[Mapping[str, Tensor] | None], p_s: Tensor
-) -> dict[str, float]:
-    """GD(Delta_k) of every parameter tensor of one expert; the paper plots their sum."""
-    members = [i for i, client in enumerate(w_s) if client is not None]
-    if not members:
-        return dict.fromkeys(w, 0.0)
-    result = {}
-    for name, value in w.items():
-        deltas = torch.stack([(value - w_s[i][name]).flatten() for i in members])  # type: ignore[index]
-        result[name] = tensor_divergence(deltas, p_s[members])
-    return result
+def expert_divergence(moved: Deltas, p_s: Tensor) -> dict[str, float]:
+    """GD(Delta_k) of every parameter tensor of one expert; the paper plots their sum. p_s over the whole cohort [S']."""
+    return {name: tensor_divergence(rows, p_s[moved.members]) for name, rows in moved.tensors.items()}
