@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: install demo test test-all check bench clean
+.PHONY: install demo test test-all check bench guard clean
 install: $(READY)
 
 $(READY): pyproject.toml
@@ -28,8 +28,12 @@ check: $(READY)    ## lint, types, import contracts, tests: exactly what CI runs
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
-bench: $(READY)    ## how long a round takes on this machine
-	$(BIN)/python benchmarks/rounds.py
+bench: $(READY)    ## fedmix beside its peers (installed under .bench/), then how cost grows; half an hour
+	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/growth.py
+
+guard: $(READY)    ## fails if a round has become slow beside a plain loop; under a minute
+	$(BIN)/python benchmarks/guard.py
 
 clean:
-	rm -rf $(VENV) .pytest_tmp build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .bench .pytest_tmp build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -133,6 +133,7 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="local", metavar="E", help="local (all cores) or serial (the plain loop)")
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
+    parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
     parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
@@ -176,12 +177,12 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     from fedmix.progress import progress
 
     experiment = build(recipe, data_dir=args.data_dir)
-    check(experiment, args.engine, args.workers)
+    check(experiment, args.engine, args.workers, args.device)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
         small = "" if recipe.scale == "full" else f", scale {recipe.scale}"
         with progress(f"{recipe.algorithm}, seed {recipe.seed}{small}", args.quiet) as watch:
-            return run(experiment, directory, args.engine, args.workers, watch)
+            return run(experiment, directory, args.engine, args.workers, watch, args.device)
     except Stopped as stopped:
         print(f"fedmix: {stopped}", file=sys.stderr)
         return None

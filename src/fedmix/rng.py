@@ -31,7 +31,8 @@ class Stream:
         """Seed torch's global generator (dropout and initialisers know no other) inside the block, restore it after."""
         import torch
 
-        with torch.random.fork_rng(devices=[]):
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)
             yield
 

@@ -94,27 +94,29 @@ def fedmix(
         params |= {name: value for name, value in private.items() if name != "phi"}
 
         def loss_of(params: Mapping[str, Tensor], batch: Examples, phi: Tensor) -> tuple[Tensor, Tensor]:
-            keep = prune.kept(posterior.expert_marginal(phi, shares), settings.eta, held)
+            keep = held
+            if settings.eta:
+                keep = prune.kept(posterior.expert_marginal(phi, shares), settings.eta, held)
             experts = [subtree(params, f"expert.{k}") for k in keep]
-            matter = prune.renormalise(phi, keep)[batch.c] >= settings.skip_below  # [B, K']
-            logits, features = model.apply_all(experts, batch.x, training=True, where=matter.T)
+            matter = None  # [B, K']
+            if settings.skip_below:
+                matter = prune.renormalise(phi, keep)[batch.c] >= settings.skip_below
+            logits, features = model.apply_all(experts, batch.x, training=True, where=matter)
             if not settings.gate_through_features:
                 features = features.detach()
             log_gate = gate.log_gate(subtree(params, "gate"), features, keep)  # [B, K]
             log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
-            joint = objective.log_joint(log_lik, log_gate[:, keep])
+            joint = objective.log_joint(log_lik, log_gate if len(keep) == K else log_gate[:, keep])
             if settings.objective == "direct":
                 return objective.direct_loss(joint), phi
             with torch.no_grad():  # phi first, from the same forward pass, without a gradient through it
                 phi_bar, present = posterior.solve_phi(joint, batch.c, categories, beta)
                 phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
-            late = (q_lik >= settings.skip_below) & ~matter  # points that have come to matter in this very step
-            for j in late.any(dim=0).nonzero().flatten().tolist():
-                rows = late[:, j].nonzero().flatten()
+            for j, rows in _come_late(q_lik, matter):  # points that have come to matter in this very step
                 again, _ = model.apply(experts[j], batch.x[rows], training=True)
                 new = objective.log_likelihood(again.unsqueeze(0), batch.y[rows]).squeeze(1)
-                log_lik = log_lik.index_put((rows, torch.tensor(j)), new)
+                log_lik = log_lik.index_put((rows, torch.full_like(rows, j)), new)
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
@@ -124,10 +126,17 @@ def fedmix(
         q_zs = posterior.expert_marginal(trained.carry, shares)
         if settings.marginal == "exact":
             q_zs = _exact_marginal(trained.params, held, data.x)
-        keep = prune.kept(q_zs, settings.eta, held)
+        keep = prune.kept(q_zs, settings.eta, held) if settings.eta else held
         experts = flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
         theta = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
         return _answer(experts, theta, trained.carry, data, trained.loss, q_zs)
+
+    def _come_late(q: Tensor, matter: Tensor | None) -> list[tuple[int, Tensor]]:
+        """Experts, and points whose weight is not below `skip_below` any more, although it was before this step."""
+        if matter is None:
+            return []
+        late = (q >= settings.skip_below) & ~matter
+        return [(j, late[:, j].nonzero().flatten()) for j in late.any(dim=0).nonzero().flatten().tolist()]
 
     plain = settings.eta == 0 and settings.skip_below == 0
     together = plain and settings.objective == "bound" and settings.marginal == "posterior"

@@ -23,7 +23,8 @@ def mean_features(pi: Tensor, features: Tensor) -> Tensor:
 
 def gate_logits(theta: Mapping[str, Tensor], features: Tensor, held: list[int]) -> Tensor:
     """A_s^T h_s(x) + b_s over all K experts: features of the held experts [K', B, H] -> [B, K]."""
-    return mean_features(theta["pi"][held], features) @ theta["A"] + theta["b"]
+    pi = theta["pi"] if len(held) == len(theta["pi"]) else theta["pi"][held]
+    return mean_features(pi, features) @ theta["A"] + theta["b"]
 
 
 def log_gate(theta: Mapping[str, Tensor], features: Tensor, held: list[int], over: list[int] | None = None) -> Tensor:

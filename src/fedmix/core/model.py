@@ -31,6 +31,7 @@ class Model:
         """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs."""
         self.build = build
         self._example = example
+        self._device = example.device
         self.output = output
         self.classes = classes
         with stream(0, "template").torch():  # buffers, if random, are the same in every process
@@ -77,12 +78,12 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """The same for several experts: logits [K, B, classes], features [K, B, H].
 
-        where: the points that an expert is to learn from [K, B]; the others take no part in its backward pass.
+        where: the points that an expert is to learn from [B, K]; the others take no part in its backward pass.
         """
         if where is None or bool(where.all()):
             both = [self.apply(w, x, training) for w in experts]
         else:
-            both = [self._apply_where(w, x, training, rows) for w, rows in zip(experts, where, strict=True)]
+            both = [self._apply_where(w, x, training, rows) for w, rows in zip(experts, where.T, strict=True)]
         return torch.stack([logits for logits, _ in both]), torch.stack([h for _, h in both])
 
     def _apply_where(
@@ -174,6 +175,9 @@ class Model:
         return torch.allclose(plain, other, rtol=1e-3, atol=1e-4)
 
     def _call(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if x.device != self._device:  # buffers; parameters come from outside
+            self.module.to(x.device)
+            self._device = x.device
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         logits: Tensor = functional_call(self.module, dict(params), (x,), tie_weights=self._tied)

@@ -18,8 +18,8 @@ def solve_phi(log_joint: Tensor, c: Tensor, categories: int, beta: float) -> tup
     log_joint [B, K], c [B] -> phi' [C, K] and which rows the batch holds [C]; the other rows are uniform, for nobody's use.
     """
     total = log_joint.new_zeros(categories, log_joint.shape[1]).index_add_(0, c, log_joint)
-    count = torch.bincount(c, minlength=categories)
-    mean = total / count.clamp(min=1).unsqueeze(1).to(total.dtype)  # M_{s,c} = 0 divides nothing
+    count = log_joint.new_zeros(categories).index_add_(0, c, torch.ones_like(c, dtype=log_joint.dtype))
+    mean = total / count.clamp(min=1).unsqueeze(1)  # M_{s,c} = 0 divides nothing
     return torch.softmax(mean / beta, dim=1), count > 0
 
 
@@ -27,7 +27,7 @@ def solve_phis(log_joint: Tensor, c: Tensor, there: Tensor, categories: int, bet
     """The same for G clients at once: log_joint [G, B, K], c [G, B], which points are really there [G, B] -> phi' [G, C, K],
     and which rows each client's batch holds [G, C]."""
     G, _, K = log_joint.shape
-    row = (c + categories * torch.arange(G).unsqueeze(1)).flatten()
+    row = (c + categories * torch.arange(G, device=c.device).unsqueeze(1)).flatten()
     weight = there.flatten().to(log_joint.dtype)
     total = log_joint.new_zeros(G * categories, K).index_add_(0, row, log_joint.flatten(0, 1) * weight.unsqueeze(1))
     count = log_joint.new_zeros(G * categories).index_add_(0, row, weight)
@@ -52,7 +52,8 @@ def expert_marginal(phi: Tensor, p_c: Tensor) -> Tensor:
 
 def category_shares(c: Tensor, categories: int) -> Tensor:
     """p(c|s), the share of each category among a client's points: [N] -> [C]."""
-    return torch.bincount(c, minlength=categories) / max(len(c), 1)
+    ones = torch.ones(len(c), device=c.device)
+    return torch.zeros(categories, device=c.device).index_add_(0, c, ones) / max(len(c), 1)
 
 
 def entropy_gradient(phi: Tensor, p_c: Tensor) -> Tensor:

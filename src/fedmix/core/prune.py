@@ -33,7 +33,7 @@ def reweigh(phi_bar: Tensor, phi: Tensor, kept: list[int]) -> Tensor:
     if len(kept) == phi.shape[1]:
         return phi_bar  # nothing pruned: Algorithm 1 to the last bit
     mass = phi[:, kept].sum(dim=1, keepdim=True)
-    inside = torch.zeros(phi.shape[1], dtype=torch.bool)
+    inside = torch.zeros(phi.shape[1], dtype=torch.bool, device=phi.device)
     inside[kept] = True
     return torch.where(inside, widen(phi_bar * mass, kept, phi.shape[1]), phi)
 

@@ -1,5 +1,6 @@
 """The loop that every method's client runs: mini-batches in an order of the client's own, an SGD step on each."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,10 +17,10 @@ from fedmix.rng import Stream
 Carry = TypeVar("Carry")
 
 
-def batches(n: int, batch_size: int, epochs: int, rng: Stream) -> Iterator[Tensor]:
+def batches(n: int, batch_size: int, epochs: int, rng: Stream, device: torch.device | None = None) -> Iterator[Tensor]:
     """Indices of the mini-batches of `epochs` passes over n points, each pass in a new order; the last may be smaller."""
     for _ in range(epochs):
-        yield from torch.split(torch.from_numpy(rng.permutation(n)), batch_size)
+        yield from torch.split(torch.from_numpy(rng.permutation(n)).to(device), batch_size)
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def train_client(
         name: value.clone() for name, value in params.items()
     }  # a module may touch its weights: not the server's
     state = optimizer.init(current)
-    losses: list[float] = []
+    losses: list[Tensor] = []  # read at the end: nothing waits for the device inside the loop
     views = rng.child("augment")
     with rng.child("dropout").torch():
-        for step, index in enumerate(batches(len(data), batch_size, epochs, rng.child("batches")), start=1):
+        order = batches(len(data), batch_size, epochs, rng.child("batches"), data.x.device)
+        for step, index in enumerate(order, start=1):
             batch = data.batch(index, views)
             leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
             try:
@@ -65,15 +67,22 @@ def train_client(
                 grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             except Exception as error:
                 raise StepError(f"step {step}: {type(error).__name__}: {error}") from error
-            losses.append(float(loss.detach()))
-            if not torch.isfinite(loss.detach()):
-                raise StepError(f"step {step}: the loss is {losses[-1]}; a smaller client_lr may help")
+            losses.append(loss.detach())
             used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
             with torch.no_grad():
                 current, state = optimizer.update(current, used, state, factor)
-    if not all(bool(torch.isfinite(value).all()) for value in current.values()):
-        raise StepError(f"step {len(losses)}: the weights are not finite any more; a smaller client_lr may help")
-    return Trained(current, carry, mean_of_last_epoch(losses, epochs))
+    return Trained(current, carry, mean_of_last_epoch(_finite(losses, current), epochs))
+
+
+def _finite(losses: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[float]:
+    """The losses as numbers; the first step whose loss is not finite, or weights that are not, end the training."""
+    values: list[float] = torch.stack(list(losses)).tolist() if losses else []
+    for step, value in enumerate(values, start=1):
+        if not math.isfinite(value):
+            raise StepError(f"step {step}: the loss is {value}; a smaller client_lr may help")
+    if not all(bool(torch.isfinite(value).all()) for value in params.values()):
+        raise StepError(f"step {len(values)}: the weights are not finite any more; a smaller client_lr may help")
+    return values
 
 
 @dataclass(frozen=True)
@@ -106,17 +115,20 @@ def train_group(
     """
     sizes = [len(own) for own in data]
     x, y, c = (_filled([getattr(own, name) for own in data], max(sizes)) for name in ("x", "y", "c"))
-    plans = [list(batches(n, batch_size, epochs, rng.child("batches"))) for n, rng in zip(sizes, rngs, strict=True)]
+    device = x.device
+    plans = [
+        list(batches(n, batch_size, epochs, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)
+    ]
     steps = [len(plan) for plan in plans]
-    members = torch.arange(len(data)).unsqueeze(1)
+    members = torch.arange(len(data), device=device).unsqueeze(1)
     current = {name: value.clone() for name, value in params.items()}
     state = optimizer.init(current)
     losses: list[Tensor] = []
     for step in range(max(steps)):
         taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in plans]
         index = _filled(taken, max(map(len, taken)))
-        counts = torch.tensor([len(own) for own in taken])
-        weight = (torch.arange(index.shape[1]) < counts.unsqueeze(1)) / counts.clamp(min=1).unsqueeze(1)
+        counts = torch.tensor([len(own) for own in taken], device=device)
+        weight = (torch.arange(index.shape[1], device=device) < counts.unsqueeze(1)) / counts.clamp(min=1).unsqueeze(1)
         batch = GroupBatch(x[members, index], y[members, index], c[members, index], weight)
         leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
         each, carry = losses_of(current | leaves, batch, carry)

@@ -67,5 +67,10 @@ def stack(flats: Sequence[Mapping[str, Tensor]]) -> Params:
     return {name: torch.stack([flat[name] for flat in flats]) for name in flats[0]}
 
 
+def placed(flat: Mapping[str, Tensor], device: torch.device) -> Params:
+    """The tensors on a device; those that are there already are not copied."""
+    return {name: value.to(device) for name, value in flat.items()}
+
+
 def nbytes(flat: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in flat.values())

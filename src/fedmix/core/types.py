@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from fedmix.core.tree import Params, nbytes
+from fedmix.core.tree import Params, nbytes, placed
 from fedmix.rng import Stream
 
 Private = Params  # theta_s, local layers, local biases: named tensors that stay with their client
@@ -23,6 +24,9 @@ class Message:
     @property
     def nbytes(self) -> int:
         return nbytes(self.tensors)
+
+    def to(self, device: torch.device) -> "Message":
+        return Message(placed(self.tensors, device), self.numbers)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Clients(Protocol):
     """Where an engine finds a client's data. `part` is 'train', 'validation' or 'test'."""
 
     def examples(self, client: int, part: str) -> Examples: ...
+    def to(self, device: torch.device) -> "Clients":
+        """The same data, placed on a device."""
+        ...
 
 
 @dataclass(frozen=True)

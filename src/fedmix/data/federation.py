@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class Federation:
         return len(self.names)
 
     def examples(self, client: int, part: str) -> Examples:
-        index = torch.from_numpy(self.parts[part][client])
+        index = torch.from_numpy(self.parts[part][client]).to(self.x.device)
         views = partial(crop_and_flip, self.mean, self.std) if self.augment and part == "train" else None
         return Examples(self.inputs(index), self.y[index], self.c[index], views)
 
@@ -61,6 +61,10 @@ class Federation:
             for own in self.parts[part]:
                 state.update(own.astype(np.int64).tobytes() + b"|")
         return state.hexdigest()
+
+    def to(self, device: torch.device) -> "Federation":
+        """The same data, placed on a device once."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device), c=self.c.to(device))
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])
@@ -129,7 +133,8 @@ def normalised(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor
         raise DataError(
             f"x must be numbers with a decimal point. Got {x.dtype} without a mean and std to normalise it with."
         )
-    return (x.float() / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+    shift, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
+    return (x.float() / 255 - shift) / scale
 
 
 def client_number(names: Sequence[str], client: int | str) -> int:

@@ -7,11 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedmix.core.tree import placed
 from fedmix.core.types import Algorithm, Clients, Examples, Message, Private
 from fedmix.errors import ClientError, StepError
 from fedmix.rng import Stream, stream
 
 CHUNK = 512  # points of a forward pass without gradients
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ class Task:
 Answer = tuple[Message, Private]  # what goes to the server, and the client's private state after it
 
 
-def perform(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private) -> Answer:
-    """What a client answers. An error names client, round and step."""
+def perform(
+    algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, device: torch.device = CPU
+) -> Answer:
+    """What a client answers. An error names client, round and step. `clients` are on the device already."""
     try:
-        updated = task.message, private
+        updated = task.message.to(device), placed(private, device)
         if task.trains:
             train = clients.examples(task.client, "train")
-            updated = algorithm.client_update(task.message, private, train, task.stream(seed), task.finetune or None)
+            updated = algorithm.client_update(*updated, train, task.stream(seed), task.finetune or None)
         return _answer(algorithm, clients, task, private, updated)
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
@@ -56,14 +60,20 @@ def perform(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
 
 
 def perform_group(
-    algorithm: Algorithm, clients: Clients, seed: int, tasks: Sequence[Task], privates: Sequence[Private]
+    algorithm: Algorithm,
+    clients: Clients,
+    seed: int,
+    tasks: Sequence[Task],
+    privates: Sequence[Private],
+    device: torch.device = CPU,
 ) -> list[Answer]:
     """The same for several clients with tasks of one kind, side by side where the method can; else one after the other."""
     if len(tasks) > 1 and tasks[0].trains and algorithm.group_update:
         data = [clients.examples(task.client, "train") for task in tasks]
-        messages, rngs = [task.message for task in tasks], [task.stream(seed) for task in tasks]
+        messages, rngs = [task.message.to(device) for task in tasks], [task.stream(seed) for task in tasks]
+        own = [placed(private, device) for private in privates]
         try:
-            updated = algorithm.group_update(messages, privates, data, rngs, tasks[0].finetune or None)
+            updated = algorithm.group_update(messages, own, data, rngs, tasks[0].finetune or None)
             if updated is not None:
                 return [
                     _answer(algorithm, clients, task, private, each)
@@ -71,7 +81,7 @@ def perform_group(
                 ]
         except Exception:  # one of them fails: taken one by one, the error names it
             pass
-    return [perform(algorithm, clients, seed, task, own) for task, own in zip(tasks, privates, strict=True)]
+    return [perform(algorithm, clients, seed, task, own, device) for task, own in zip(tasks, privates, strict=True)]
 
 
 def _answer(algorithm: Algorithm, clients: Clients, task: Task, private: Private, updated: Answer) -> Answer:
@@ -79,7 +89,7 @@ def _answer(algorithm: Algorithm, clients: Clients, task: Task, private: Private
     message, after = updated
     score = evaluate(algorithm, message, after, clients.examples(task.client, task.part))
     if task.kind == "train":
-        return Message(message.tensors, {**message.numbers, **score}), after
+        return Message(message.to(CPU).tensors, {**message.numbers, **score}), placed(after, CPU)
     return Message({}, score), private
 
 

@@ -20,7 +20,7 @@ import torch
 
 from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.arena import Arena
-from fedmix.engines.client import Answer, Task, perform_group
+from fedmix.engines.client import CPU, Answer, Task, perform_group
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError, FedmixError, SettingError
 
@@ -38,7 +38,15 @@ def cores() -> int:
 class LocalEngine:
     name = "local"
 
-    def __init__(self, algorithm: Algorithm, clients: Clients, seed: int, store: Store, workers: int) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: Clients,
+        seed: int,
+        store: Store,
+        workers: int,
+        device: torch.device = CPU,
+    ) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise SettingError("engine must be 'serial' on this system: 'local' forks its workers, which it cannot.")
         self.store = store
@@ -49,7 +57,7 @@ class LocalEngine:
         self._workers: list[_Worker] = []
         for _ in range(workers):
             servers_ends = [worker.pipe for worker in self._workers]
-            self._workers.append(_Worker(algorithm, clients, seed, self._down, servers_ends))
+            self._workers.append(_Worker(algorithm, clients, seed, device, self._down, servers_ends))
 
     def run(self, tasks: Sequence[Task]) -> list[Message]:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
@@ -115,14 +123,20 @@ class _Worker:
     """One worker process, seen from the server."""
 
     def __init__(
-        self, algorithm: Algorithm, clients: Clients, seed: int, down: Arena, servers_ends: list[Connection]
+        self,
+        algorithm: Algorithm,
+        clients: Clients,
+        seed: int,
+        device: torch.device,
+        down: Arena,
+        servers_ends: list[Connection],
     ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
         self._up = Arena()
         self.process: ForkProcess = context.Process(
             target=_serve,
-            args=(other, [*servers_ends, self.pipe], down, self._up, algorithm, clients, seed),
+            args=(other, [*servers_ends, self.pipe], down, self._up, algorithm, clients, seed, device),
             daemon=True,
         )
         self.process.start()
@@ -186,6 +200,7 @@ def _serve(
     algorithm: Algorithm,
     clients: Clients,
     seed: int,
+    device: torch.device,
 ) -> None:
     """The life of a worker: tasks in, answers out, until the server closes the pipe."""
     for end in servers_ends:  # inherited by the fork; while anybody holds one, a worker would not see the server leave
@@ -193,6 +208,8 @@ def _serve(
     os.setpgid(0, 0)  # Ctrl-C and SIGTERM to the group are for the server, which finishes its checkpoint
     torch.set_num_threads(1)
     _keep_freed_memory()
+    if device != CPU:
+        clients = clients.to(device)
     while True:
         try:
             orders = json.loads(pipe.recv_bytes())
@@ -213,7 +230,7 @@ def _serve(
                     "private": up.lay(after) if task.kind == "train" else [],
                 }
                 for task, (reply, after) in zip(
-                    tasks, perform_group(algorithm, clients, seed, tasks, privates), strict=True
+                    tasks, perform_group(algorithm, clients, seed, tasks, privates, device), strict=True
                 )
             ]
         except FedmixError as error:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from fedmix.core.types import Algorithm, Clients, Message
-from fedmix.engines.client import Task, perform
+from fedmix.engines.client import CPU, Task, perform
 from fedmix.engines.store import Store
 
 
@@ -11,9 +13,12 @@ class SerialEngine:
     name = "serial"
     workers = 1
 
-    def __init__(self, algorithm: Algorithm, clients: Clients, seed: int, store: Store) -> None:
+    def __init__(
+        self, algorithm: Algorithm, clients: Clients, seed: int, store: Store, device: torch.device = CPU
+    ) -> None:
         self.algorithm = algorithm
-        self.clients = clients
+        self.clients = clients if device == CPU else clients.to(device)
+        self.device = device
         self.seed = seed
         self.store = store
         self._new = algorithm.new_client(seed)
@@ -22,9 +27,8 @@ class SerialEngine:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
         answers = []
         for task in tasks:
-            answer, after = perform(
-                self.algorithm, self.clients, self.seed, task, self.store.get(task.client, self._new)
-            )
+            own = self.store.get(task.client, self._new)
+            answer, after = perform(self.algorithm, self.clients, self.seed, task, own, self.device)
             if task.kind == "train":
                 self.store.put(task.client, after)
             answers.append(answer)

@@ -25,6 +25,7 @@ def train(
     out: str | Path,
     engine: str = "local",
     workers: int | None = None,
+    device: str = "cpu",
     resume: bool = False,
     overwrite: bool = False,
     watch: Callable[[Progress], None] | None = None,
@@ -42,10 +43,10 @@ def train(
         settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
     experiment = build(effective, federation, model, data_dir)
-    check(experiment, engine, workers)
+    check(experiment, engine, workers, device)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
-        run(experiment, directory, engine, workers, watch)
+        run(experiment, directory, engine, workers, watch, device)
     finally:
         directory.close()
     return load(out, model)

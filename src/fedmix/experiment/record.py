@@ -116,7 +116,7 @@ class RunDirectory:
         """recipe.toml: the effective settings. Written once nothing can be refused any more."""
         write_bytes(self.path / "recipe.toml", dump_recipe(recipe).encode())
 
-    def describe_environment(self, engine: str, workers: int, seed: int) -> None:
+    def describe_environment(self, engine: str, workers: int, device: str, seed: int) -> None:
         """environment.json: versions, machine, and each session's command."""
         path = self.path / "environment.json"
         sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
@@ -125,6 +125,7 @@ class RunDirectory:
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "engine": engine,
                 "workers": workers,
+                "device": device,
                 "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             }
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedmix.core.tree import Params
 from fedmix.core.types import State
 from fedmix.engines.local import LocalEngine, cores
@@ -25,6 +27,7 @@ from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
 ENGINES = ("local", "serial")
+DEVICES = ("cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,12 @@ def _other_runs_experts(experiment: Experiment) -> tuple[Params, ...]:
     return load(path, experiment.model.build if own else None).experts
 
 
-def check(experiment: Experiment, engine: str, workers: int | None) -> None:
+def check(experiment: Experiment, engine: str, workers: int | None, device: str = "cpu") -> None:
     """Refuse what cannot run before anything on disk is touched."""
+    if device not in DEVICES and not device.startswith("cuda:"):
+        raise SettingError(one_of("--device", device, (*DEVICES, "cuda:N")))
+    if device != "cpu" and not _reachable(device):
+        raise SettingError(f"--device must be one that this machine has. torch cannot use {device!r} here.")
     if engine not in ENGINES:
         raise SettingError(one_of("--engine", engine, ENGINES))
     if workers is not None and workers < 1:
@@ -63,11 +70,21 @@ def check(experiment: Experiment, engine: str, workers: int | None) -> None:
         )
 
 
-def make_engine(name: str, workers: int | None, experiment: Experiment, store: Store) -> Engine:
+def _reachable(device: str) -> bool:
+    """Without touching the device: a process that has cannot be forked any more."""
+    kind, _, number = device.partition(":")
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    return number.isdecimal() and int(number) < torch.cuda.device_count() if number else torch.cuda.device_count() > 0
+
+
+def make_engine(name: str, workers: int | None, experiment: Experiment, store: Store, device: str = "cpu") -> Engine:
     algorithm, federation, seed = experiment.algorithm, experiment.federation, experiment.recipe.seed
+    place = torch.device(device)
     if name == "serial":
-        return SerialEngine(algorithm, federation, seed, store)
-    return LocalEngine(algorithm, federation, seed, store, cores() if workers is None else workers)
+        return SerialEngine(algorithm, federation, seed, store, place)
+    default = cores() if device == "cpu" else 1  # processes on one device wait for each other
+    return LocalEngine(algorithm, federation, seed, store, default if workers is None else workers, place)
 
 
 def run(
@@ -76,6 +93,7 @@ def run(
     engine: str = "local",
     workers: int | None = None,
     watch: Callable[[Progress], None] | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, and write the summary, which is also returned."""
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
@@ -99,8 +117,11 @@ def run(
         state = algorithm.warm_start(state, _other_runs_experts(experiment), stream(recipe.seed, "warm start"))
     directory.cut_metrics(state.round)
 
-    with closing(make_engine(engine, workers, experiment, store)) as started, _deferred_signals() as asked_to_stop:
-        directory.describe_environment(started.name, started.workers, recipe.seed)
+    with (
+        closing(make_engine(engine, workers, experiment, store, device)) as started,
+        _deferred_signals() as asked_to_stop,
+    ):
+        directory.describe_environment(started.name, started.workers, device, recipe.seed)
         per_round = recipe.clients_per_round
         for step in rounds(algorithm, started, state, recipe.seed, len(federation), per_round, recipe.rounds):
             state = step.state

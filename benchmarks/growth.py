@@ -1,0 +1,190 @@
+"""How cost grows: with experts, cohort, registered clients and model size; and what a start, an evaluation and a
+checkpoint of the cifar10 recipe take (where its files are at hand). Prints tables; --json for the numbers."""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmix.data.federation import PARTS, Federation
+from fedmix.engines.store import MemoryStore
+from fedmix.errors import DataMissing
+from fedmix.experiment import evaluate
+from fedmix.experiment.build import Experiment, build
+from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.loop import rounds
+from fedmix.experiment.recipe import make_recipe, read_recipe
+from fedmix.experiment.run import make_engine
+
+
+def federation(clients: int, points: int, shape: tuple[int, ...] = (3, 32, 32)) -> Federation:
+    """Clients that share a pool of random points: memory does not grow with them."""
+    rng = np.random.default_rng(0)
+    pool = 2000
+    y = torch.from_numpy(rng.integers(0, 10, size=pool))
+    x = torch.from_numpy(rng.normal(size=(pool, *shape)).astype(np.float32))
+    own = [np.arange(s, s + points) % pool for s in range(clients)]
+    nothing = [np.zeros(0, np.int64)] * clients
+    parts = dict(zip(PARTS, (own, nothing, nothing), strict=True))
+    return Federation(x, y, y, parts, [str(s) for s in range(clients)], 10, 10)
+
+
+def experiment(method: str, data: Federation, **changes: Any) -> Experiment:
+    settings = {"data.source": "own", "model.name": "lenet5", "training.batch_size": 64, "training.client_lr": 0.05}
+    return build(make_recipe({"name": "bench", "rounds": 10_000}, method, settings | changes), data)
+
+
+def seconds_a_round(made: Experiment, cohort: int = 0, count: int = 3) -> float:
+    algorithm = made.algorithm
+    with closing(make_engine("local", None, made, MemoryStore())) as engine:
+        steps = rounds(algorithm, engine, algorithm.init(0), 0, len(made.federation), cohort, count + 1)
+        return statistics.median([step.seconds for step in steps][1:])
+
+
+def resident() -> float:
+    """MB of this process that are in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def experts() -> list[dict[str, Any]]:
+    data = federation(10, 450)
+    base = seconds_a_round(experiment("fedavg", data))
+    rows = [{"what": "FedAvg", "seconds": base, "FedAvg rounds": 1.0}]
+    for k in (1, 2, 4, 8, 16):
+        seconds = seconds_a_round(experiment("fedmix", data, **{"fedmix.experts": k}), count=2 if k > 4 else 3)
+        rows.append({"what": f"FedMix, K = {k}", "seconds": seconds, "FedAvg rounds": seconds / base})
+    return rows
+
+
+def skipping() -> list[dict[str, Any]]:
+    """skip_below where phi is specialised: 1.5 experts a sample are above it."""
+    data = federation(10, 450)
+    base = seconds_a_round(experiment("fedavg", data))
+    rows = []
+    for skip in (0.0, 1e-3):
+        changes = {"fedmix.skip_below": skip, "fedmix.gate_through_features": False, "fedmix.gamma": 1.0}
+        made = experiment("fedmix", data, **changes)
+        algorithm = made.algorithm
+        state = algorithm.init(0)
+        phi = torch.full((10, 4), 1e-4)
+        phi[torch.arange(10), torch.arange(10) % 4] = 1.0
+        phi[torch.arange(5), (torch.arange(5) + 1) % 4] = 1.0
+        object.__setattr__(state, "phi", phi / phi.sum(dim=1, keepdim=True))
+        with closing(make_engine("local", None, made, MemoryStore())) as engine:
+            steps = list(rounds(algorithm, engine, state, 0, 10, 0, 4))
+        seconds = statistics.median([step.seconds for step in steps][1:])
+        rows.append(
+            {"what": f"FedMix, K = 4, skip_below = {skip}", "seconds": seconds, "FedAvg rounds": seconds / base}
+        )
+    return rows
+
+
+def cohorts() -> list[dict[str, Any]]:
+    data = federation(200, 64)
+    rows = []
+    for cohort in (10, 50, 100, 200):
+        seconds = seconds_a_round(experiment("fedavg", data), cohort)
+        rows.append({"what": f"cohort {cohort}", "seconds": seconds, "ms a client": 1000 * seconds / cohort})
+    return rows
+
+
+def registered() -> list[dict[str, Any]]:
+    rows = []
+    for clients in (100, 1_000, 10_000, 100_000):
+        made = experiment("fedavg", federation(clients, 64))
+        seconds = seconds_a_round(made, 10)
+        rows.append({"what": f"{clients:,} registered, 10 a round", "seconds": seconds, "resident MB": resident()})
+    return rows
+
+
+def sizes() -> list[dict[str, Any]]:
+    data = federation(10, 128)
+    rows = []
+    for channels in ([8, 16], [16, 32], [32, 64], [64, 128], [113, 226]):
+        made = experiment("fedavg", data, **{"model.channels": channels})
+        seconds = seconds_a_round(made)
+        rows.append({"what": f"LeNet-5 {channels}", "parameters": made.model.parameters, "seconds": seconds})
+    return rows
+
+
+def digits() -> list[dict[str, Any]]:
+    made = build(read_recipe("digits-permutation"))
+    algorithm, seconds = made.algorithm, {}
+    for name in ("serial", "local"):
+        if name == "serial":
+            torch.set_num_threads(1)
+        with closing(make_engine(name, None, made, MemoryStore())) as engine:
+            steps = [step.seconds for step in rounds(algorithm, engine, algorithm.init(0), 0, 20, 0, 6)]
+        seconds[name] = statistics.median(steps[1:])
+    torch.set_num_threads(torch.get_num_interop_threads())
+    return [
+        {"what": f"digits-permutation, {n}", "seconds": s, "times local": s / seconds["local"]}
+        for n, s in seconds.items()
+    ]
+
+
+def start() -> list[dict[str, Any]]:
+    began = time.perf_counter()
+    made = build(read_recipe("cifar10", "fedmix"))
+    data = time.perf_counter() - began
+    store = MemoryStore()
+    began = time.perf_counter()
+    with closing(make_engine("local", None, made, store)) as engine:
+        workers = time.perf_counter() - began
+        algorithm = made.algorithm
+        first = list(rounds(algorithm, engine, algorithm.init(0), 0, 100, 10, 3))
+        state, one = first[-1].state, statistics.median(step.seconds for step in first[1:])
+        began = time.perf_counter()
+        evaluate.client_scores(algorithm, engine, state, 100, "validation", 3)
+        evaluation = time.perf_counter() - began
+        for s in range(100):
+            store.put(s, algorithm.new_client(0))
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            Checkpoints(Path(folder), 3).save(state, store, {})
+            checkpoint = time.perf_counter() - began
+    return [
+        {"what": "cifar10: data and model", "seconds": data},
+        {"what": "cifar10: workers", "seconds": workers},
+        {"what": "cifar10: a round of FedMix", "seconds": one},
+        {"what": "cifar10: evaluation of 100 clients on 5,000 points", "seconds": evaluation},
+        {"what": "cifar10: checkpoint of 100 clients", "seconds": checkpoint},
+    ]
+
+
+PARTS_OF_IT = {f.__name__: f for f in (experts, skipping, digits, cohorts, registered, sizes, start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS_OF_IT, []], help="some of them (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    result = {}
+    for name in args.parts or PARTS_OF_IT:
+        try:
+            result[name] = PARTS_OF_IT[name]()
+        except DataMissing as missing:
+            print(f"{name}: left out. {missing}", file=sys.stderr)
+            continue
+        if not args.json:
+            keys = list(result[name][0])
+            print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
+            for row in result[name]:
+                print("| " + " | ".join(f"{v:,.2f}" if isinstance(v, float) else f"{v}" for v in row.values()) + " |")
+            print(flush=True)
+    if args.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
