@@ -254,6 +254,16 @@ def test_data_lists_what_is_here_and_where_to_get_the_rest(small_files, capsys, 
     assert "cs.toronto.edu" in capsys.readouterr().out
 
 
+def test_help_waits_for_no_library():
+    code = (
+        "import sys\nfrom fedmix.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(' '.join({'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "commands:" in done.stdout
+
+
 def test_help_teaches(capsys):
     for args in (
         ["--help"],
