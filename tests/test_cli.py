@@ -212,13 +212,17 @@ def test_a_scaled_down_run_says_so_in_every_output(tmp_path, capsys):
     assert (summary["scale"], summary["recipe"], summary["clients"]) == ("small", "digits-permutation-small", 8)
     assert fedmix("train", str(tmp_path / "r"), "--resume", "--json") == 0
     assert json.loads(capsys.readouterr().out)["scale"] == "small"
-    for command in (["plan"], ["split", "--out", str(tmp_path / "s.svg")]):
+    for command in (["plan"], ["split", "--overwrite", "--out", str(tmp_path / "s.svg")]):
         assert fedmix(command[0], *small, *command[1:]) == 0
         assert said in " ".join(capsys.readouterr().out.split())
         assert fedmix(command[0], *small, *command[1:], "--json") == 0
         assert json.loads(capsys.readouterr().out)["scale"] == "small"
     assert fedmix("compare", *small, "--algorithms", "fedavg", "--rounds", "1", "--out", str(tmp_path / "c")) == 0
     assert said in capsys.readouterr().out
+    assert "scale cannot be set by itself" in refused(capsys, "plan", "digits-skew", "--set", "scale=small")
+    assert "--scale of digits-permutation-small must be one of small" in refused(
+        capsys, "plan", str(tmp_path / "r"), "--scale", "full"
+    )
     wrong = refused(capsys, "train", "digits-skew", "--scale", "tiny")
     assert "--scale of digits-skew must be one of full, small. Got 'tiny' instead" in wrong
 
@@ -234,8 +238,57 @@ def test_split_draws_a_picture_and_a_table(tmp_path, capsys, monkeypatch):
     assert len(split["clients"]) == 20
     assert sorted(row["group"] for row in split["clients"]) == sorted([0, 1, 2, 3] * 5)
     assert ".png" in refused(capsys, "split", "digits-skew", "--out", str(tmp_path / "x.jpg"))
+    assert "is there already" in refused(capsys, "split", "digits-skew", "--out", str(tmp_path / "split.png"))
+    assert fedmix("split", "digits-skew", "--out", str(tmp_path / "split.png"), "--overwrite") == 0
+    capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'fedmix[plots]'" in refused(capsys, "split", "digits-skew", "--out", str(tmp_path / "x.png"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("data = 3", "data must be a table"),
+        ("scales = 3", "scales must be tables"),
+        ("[scales]\nsmall = 3", "scales must be tables"),
+        ("methods = 'x'", "methods must be tables"),
+        ("algorithm = ['fedmix']", "algorithm must be text"),
+        ("[data]\nside = ['label']", "data.side must be text"),
+        ("[data]\nsplit = 'hsu'\nconcentration = inf", "data.concentration must be more than 0, and finite"),
+        ("[data]\nsource = 'csv'\n[data.args]\nfile = 3\nlabel = 'y'", "data.args.file must be text"),
+        ("[data]\nsource = 'csv'\n[data.args]\nfile = 'x'\nlabel = 'y'\nstandardise = 'no'", "must be true or false"),
+        ("[data]\nsource = 'images'\n[data.args]\nfolder = 'x'\nsize = -1", "size must be 0 or more pixels"),
+        (
+            "[data]\nsource = 'mine:sites'\nholdout_clients = 2",
+            "data.holdout_clients cannot be used with data of a function",
+        ),
+        ("[data]\nsource = 'mine:nothing'", "must give a Federation or a dict of clients. It gave NoneType"),
+        ("[data]\nsource = 'mine:number'", "must name a function"),
+        ("[data]\nsource = 'mine:nothing'\n[data.args]\nm = 3", "data.args of mine:nothing must be of"),
+    ],
+)
+def test_malformed_recipes_are_one_line(text, wrong, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("number = 3\ndef nothing(): pass\n")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "r.toml").write_text(text)
+    assert wrong in refused(capsys, "split", "r.toml")
+    assert "must be a TOML file" in refused(capsys, "split", self_made_binary(tmp_path))
+
+
+def self_made_binary(folder):
+    (folder / "x.toml").write_bytes(b"\xff\xfe\x00")
+    return str(folder / "x.toml")
+
+
+def test_names_with_brackets_are_names(tmp_path, capsys):
+    rows = [f"{i},{i % 2},[/ward {i % 2}]" for i in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,who", *rows]))
+    args = f'file = "{tmp_path / "t.csv"}"\nlabel = "y"\nclient = "who"\n'
+    (tmp_path / "r.toml").write_text(f'[data]\nsource = "csv"\nsplit = "by-client"\nclients = 0\n[data.args]\n{args}')
+    assert fedmix("split", str(tmp_path / "r.toml"), "--out", str(tmp_path / "p.png")) == 0
+    assert "[/ward 1]" in capsys.readouterr().out
 
 
 def test_recipes_lists_what_there_is(capsys):

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_options(split)
     split.add_argument("--seed", type=int, metavar="N", help="of the split (the recipe's own by default)")
     split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
+    split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
 
     recipes = _command(commands, "recipes", _recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
@@ -247,12 +248,20 @@ def _split(args: Any) -> int:
     about = {"recipe": recipe.name, "scale": recipe.scale, "seed": recipe.seed}
     split = about | describe_split(build_federation(recipe.data, recipe.seed, args.data_dir))
     picture = Path(args.out or f"runs/split-{recipe.name}-seed{recipe.seed}.png")
-    draw_split(split, picture)
+    if args.out and picture.exists() and not args.overwrite:
+        raise SettingError(f"{picture} is there already. Use --overwrite to replace it, or another --out.")
+    drawn: str | None = str(picture)
+    try:
+        draw_split(split, picture)
+    except ModuleNotFoundError:
+        if args.out:
+            raise SettingError("a picture needs Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
+        drawn = None
     if args.json:
-        print(json.dumps(split | {"picture": str(picture)}))
+        print(json.dumps(split | {"picture": drawn}))
     else:
         _print(split_table(split))
-        print(f"picture: {picture}")
+        print(f"picture: {drawn or 'none; it needs Matplotlib: pip install fedmix[plots]'}")
     return 0
 
 
@@ -313,11 +322,14 @@ def _data(args: Any) -> int:
 
 def _data_get(args: Any) -> int:
     from fedmix.data.download import get
-    from fedmix.data.files import cache_folder
+    from fedmix.data.files import cache_folder, intact
     from fedmix.data.sources import DATASETS, NEEDS
     from fedmix.errors import one_of
     from fedmix.progress import downloads
 
+    if args.name == "digits":
+        print("digits: embedded, nothing to download")
+        return 0
     if args.name not in DATASETS:
         raise SettingError(one_of("a data set", args.name, DATASETS))
     data_dir = getattr(args, "data_dir", None)
@@ -325,8 +337,8 @@ def _data_get(args: Any) -> int:
     here: dict[str, str] = {}
     with downloads(args.quiet) as watch:
         for dataset in (*NEEDS.get(args.name, ()), DATASETS[args.name]):
-            _, paths, missing = dataset.look(data_dir)
-            if missing:
+            version, paths, missing = dataset.look(data_dir)
+            if missing or not intact(version, paths):
                 paths = get(dataset, folder, args.mirror, watch)
             here[dataset.name] = str(paths[0].parent)
     if "json" in args:

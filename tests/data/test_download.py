@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import multiprocessing
 import tarfile
 import threading
 import zipfile
@@ -111,7 +112,7 @@ def test_an_archive_is_downloaded_verified_unpacked_and_used(cifar, tmp_path, ca
     folder = tmp_path / "cache" / "data" / "cifar-100-binary"
     assert json.loads(out) == {"cifar100": str(folder)}
     assert "cifar-100-binary.tar.gz: downloading" in err
-    assert sorted(path.name for path in folder.iterdir()) == ["test.bin", "train.bin"]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == ["test.bin", "train.bin"]
     assert not list(tmp_path.rglob("evil*"))
     assert load("cifar100").train == TRAIN
     assert get(cifar, "cifar100") == 0  # the second time nothing is asked for
@@ -158,6 +159,34 @@ def test_a_whole_file_that_was_not_unpacked_yet_is_not_asked_for_again(cifar, tm
     (folder / "cifar-100-binary.tar.gz.part").write_bytes(cifar.files["cifar-100-binary.tar.gz"])
     assert get(cifar, "cifar100") == 0
     assert load("cifar100").train == TRAIN
+
+
+def test_a_damaged_file_is_fetched_again_and_a_partial_folder_does_not_hide_a_whole_one(cifar, tmp_path, monkeypatch):
+    assert get(cifar, "cifar100") == 0
+    damaged = tmp_path / "cache" / "data" / "cifar-100-binary" / "test.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert get(cifar, "cifar100") == 0
+    assert len(cifar.asked) == 2
+    (tmp_path / "partial" / "cifar-100-binary").mkdir(parents=True)
+    (tmp_path / "partial" / "cifar-100-binary" / "test.bin").write_bytes(b"x")
+    monkeypatch.setenv("FEDMIX_DATA", str(tmp_path / "partial"))
+    assert load("cifar100").train == TRAIN
+
+
+def test_two_downloads_at_once_do_not_get_into_each_others_way(cifar, tmp_path):
+    processes = [
+        multiprocessing.get_context("fork").Process(
+            target=download.get, args=(sources.DATASETS["cifar100"], tmp_path / "d", cifar.address)
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(cifar.asked) == 1
+    assert load("cifar100", str(tmp_path / "d")).train == TRAIN
 
 
 def test_files_that_are_offered_one_by_one_are_kept_as_they_are(server, tmp_path, monkeypatch):

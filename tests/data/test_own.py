@@ -59,15 +59,20 @@ def test_columns_can_be_chosen_and_numbers_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "args", "wrong"),
     [
-        (["a,y", "1,0", "2"], {}, "row 3 must have 2 values. It has 1"),
-        (["a,y", "1,0", ",1"], {}, "row 3: 'a' must have a value"),
-        (["a,y", "1,0", "nan,1"], {}, "row 3: 'a' must have a value"),
+        (["a,y", "1,0", "2"], {}, "line 3 must have 2 values. It has 1"),
+        (["a,y", "1,0", ",1"], {}, "line 3: 'a' must have a value"),
+        (["a,y", "1,0", "nan,1"], {}, "line 3: 'a' must have a value"),
         (["a,y", "1,0", "inf,1"], {}, "'a' must be finite"),
         (["a,y"], {}, "must have rows below its header"),
         ([""], {}, "must be a CSV file in UTF-8 with a header"),
         (["a,a,y", "1,2,0"], {}, "a name of its own for each column"),
         (["a,y", "1,0"], {"label": "outcome"}, "must have a column 'outcome'. It has a, y"),
         (["y", "0"], {}, "must have columns beside y to learn from"),
+        (["a,y", "1,0", "", "2,"], {}, "line 4: 'y' must have a value"),
+        (["a,y,who", "1,0,x", "2,1,"], {"client": "who"}, "line 3: 'who' must have a value"),
+        (["a, a,y", "1,2,0"], {}, "a name of its own for each column"),
+        (["a,y", "1,0"], {"features": ["a", "y"]}, "data.args.features must not name 'y'"),
+        (["a,y", "1e308,0", "-1e308,1"], {}, "must be numbers of ordinary size"),
         (["a,y", *(f"w{i},0" for i in range(60))], {}, "words of at most 50 kinds. It has 60 kinds"),
     ],
 )
@@ -103,6 +108,9 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path):
     refused("must hold an array 'x'", y=np.arange(3))
     refused("must be an .npz of plain arrays", x=np.array([None, 1]), y=np.arange(2))
     refused("'x' must have a value for each of the 3 labels", x=np.zeros((2, 2)), y=np.arange(3))
+    refused("labels must be there for every point", x=np.zeros((2, 2)), y=np.array([1.0, np.nan]))
+    refused("inputs must be numbers", x=np.zeros((2, 2), complex), y=np.arange(2))
+    refused("inputs must be numbers", x=np.zeros((2, 0, 8)), y=np.arange(2))
     refused("inputs must be finite", x=np.array([[np.nan]]), y=np.arange(1))
     (tmp_path / "own.npz").write_bytes(b"PK\x03\x04 broken")
     with pytest.raises(DataError, match=r"must be an .npz of plain arrays"):
@@ -139,6 +147,36 @@ def test_images_in_folders_of_classes_and_of_clients(tmp_path):
         images(str(tmp_path), "pets")
 
 
+def test_pictures_that_would_be_misread_are_refused_or_read_right(tmp_path):
+    (tmp_path / "deep" / "a").mkdir(parents=True)
+    Image.fromarray(np.full((4, 4), 60000, np.uint16)).save(tmp_path / "deep" / "a" / "1.png")
+    with pytest.raises(DataError, match="must have 8 bits a channel"):
+        images(None, str(tmp_path / "deep"))
+    rgba = np.random.default_rng(0).integers(0, 256, size=(6, 8, 9, 4), dtype=np.uint8)
+    np.savez(tmp_path / "rgba.npz", x=rgba, y=np.arange(6) % 2)
+    assert npz(None, str(tmp_path / "rgba.npz")).x.shape == (6, 4, 8, 9)
+
+
+def test_the_same_pictures_below_another_folder_are_another_federation(tmp_path):
+    for kind in ("cat", "dog"):
+        (tmp_path / "all" / "one" / kind).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "all" / "one" / kind / "1.png")
+    assert images(None, str(tmp_path / "all" / "one")).owner is None
+    assert list(images(None, str(tmp_path / "all")).owners) == ["one"]
+
+
+def test_labels_that_are_written_differently_are_different(tmp_path):
+    source = table(None, write_csv(tmp_path / "t.csv", ["a,y", "1,1", "2,01", "3,1"]), label="y")
+    assert (list(source.labels), source.y.tolist()) == (["01", "1"], [1, 0, 1])
+
+
+def test_how_a_table_became_numbers_is_kept(tmp_path):
+    source = table(None, write_csv(tmp_path / "patients.csv", PATIENTS), label="outcome", features=["age", "blood"])
+    age, blood = source.features
+    assert (age["column"], blood["words"]) == ("age", ["0", "A", "B"])
+    assert np.allclose(source.x[:, 0], (np.arange(20, 80) - age["mean"]) / age["std"], atol=1e-5)
+
+
 def test_images_without_pillow_say_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.png").write_bytes(b"")
@@ -170,5 +208,7 @@ def test_a_split_by_client_needs_clients(tmp_path):
         build_federation(DataSettings(source="csv", split="by-client", clients=0, args=args), seed=0)
     small = DataSettings(source="csv", split="by-client", clients=0, min_size=2, validation=0, test=0.3, args=args)
     assert len(build_federation(small, seed=0)) == 21
-    with pytest.raises(DataError, match=r"must be at most 21, which is how many csv has. Got 20 \+ 2"):
+    with pytest.raises(
+        DataError, match=r"must be at most 21, which is how many csv has, and leave somebody to train. Got 20 \+ 2"
+    ):
         build_federation(DataSettings(**(vars(small) | {"clients": 20, "holdout_clients": 2})), seed=0)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,18 @@ def test_pachinko_and_augmentation_need_what_they_need(small_files):
         build_federation(DataSettings(source="cifar100", split="pachinko", args={"labels": "coarse"}), seed=0)
     with pytest.raises(SettingError, match=r"data.augment must be one of crop-flip, none"):
         DataSettings(augment="flip")
+
+
+def test_an_angle_that_nobody_draws_is_no_problem():
+    settings = DataSettings(clients=2, shift="rotate", rotation_concentration=0.05, side="rotation")
+    assert len(build_federation(settings, seed=0).c.unique()) < 8
+
+
+def test_other_inputs_are_other_data(small_files):
+    federation = build_federation(DataSettings(source="mnist", clients=5), seed=0)
+    x = federation.x.clone()
+    x[1700] += 1
+    assert replace(federation, x=x).digest() != federation.digest()
 
 
 def test_what_a_split_is_can_be_said(small_files):

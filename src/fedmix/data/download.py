@@ -4,6 +4,7 @@ Nothing is downloaded that was not asked for. A connection that breaks is taken 
 command or in the next one; what does not have its published checksum is removed and refused.
 """
 
+import fcntl
 import os
 import tarfile
 import time
@@ -16,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
-from fedmix.data.files import Dataset, Download, Version, verify
+from fedmix.data.files import Dataset, Download, Version, intact, verify
 from fedmix.errors import DataError
 
 CHUNK = 1 << 20
@@ -35,8 +36,23 @@ def get(dataset: Dataset, folder: Path, mirror: str | None = None, watch: Watch 
         raise DataError(f"{dataset.name} is not offered as a download. See {dataset.publisher}.")
     target = folder / version.layouts[0]
     target.mkdir(parents=True, exist_ok=True)
+    with _alone(target):
+        _get_all(version, target, mirror, watch)
+    return [target / name for name in version.checksums]
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One download into a folder at a time: another process waits."""
+    with open(target / ".lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _get_all(version: Version, target: Path, mirror: str | None, watch: Watch) -> None:
     for download in version.downloads:
-        if all((target / name).is_file() for name in _files_of(version, download)):
+        there = [target / name for name in _files_of(version, download)]
+        if all(path.is_file() for path in there) and intact(version, there):
             continue
         address = f"{mirror.rstrip('/')}/{download.name}" if mirror else download.url
         fetched = _fetch(address, download, target / f"{download.name}.part", watch)
@@ -45,7 +61,6 @@ def get(dataset: Dataset, folder: Path, mirror: str | None = None, watch: Watch 
         else:
             _unpack(fetched, version, target)
             fetched.unlink()
-    return [target / name for name in version.checksums]
 
 
 def _files_of(version: Version, download: Download) -> list[str]:

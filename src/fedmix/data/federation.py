@@ -37,6 +37,7 @@ class Federation:
     std: tuple[float, ...] = ()
     augment: bool = False  # training images are padded, cropped and mirrored at random
     labels: Sequence[str] = ()  # what the user calls the classes
+    features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
     left_out: int = 0  # owners of data who have too few points to take part
     held_out: "Federation | None" = None  # clients that never take part in training: the same arrays, other points
 
@@ -53,13 +54,14 @@ class Federation:
         return normalised(self.x[index], self.mean, self.std)
 
     def digest(self) -> str:
-        """A fingerprint of who holds what: labels, side information, parts, and the first points' inputs."""
+        """A fingerprint of who holds what: inputs, labels, side information, parts."""
         state = hashlib.blake2b(digest_size=16)
-        for tensor in (self.y, self.c, self.x[:256]):
+        for tensor in (self.y, self.c, *torch.split(self.x, 4096)):
             state.update(np.ascontiguousarray(tensor.numpy()).tobytes())
-        for part in PARTS:
-            for own in self.parts[part]:
-                state.update(own.astype(np.int64).tobytes() + b"|")
+        for federation in (self, *([self.held_out] if self.held_out else [])):
+            for part in PARTS:
+                for own in federation.parts[part]:
+                    state.update(own.astype(np.int64).tobytes() + b"|")
         return state.hexdigest()
 
     def to(self, device: torch.device) -> "Federation":

@@ -19,7 +19,7 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 def folders(data_dir: str | None) -> list[Path]:
     """Where data is looked for, in this order: the one that was named, $FEDMIX_DATA, the user's cache."""
     named = [data_dir, os.environ.get("FEDMIX_DATA")]
-    return [Path(name).expanduser() for name in named if name] + [cache_folder() / "data"]
+    return [Path(os.path.expanduser(name)) for name in named if name] + [cache_folder() / "data"]
 
 
 def cache_folder() -> Path:
@@ -50,13 +50,17 @@ class Version:
     downloads: tuple[Download, ...] = ()
 
     def look(self, data_dir: str | None) -> tuple[list[Path], list[str]]:
-        """What is there in the first folder that has any of the files, and the names of those that are missing."""
+        """The files in the first folder that has all of them, else in the first that has any; and what is missing there."""
+        begun: list[tuple[list[Path], list[str]]] = []
         for folder in (place / layout for place in folders(data_dir) for layout in self.layouts):
             found = {name: _matches(folder, name) for name in self.checksums}
             missing = [name for name, paths in found.items() if not paths]
-            if len(missing) < len(found):
-                return [path for paths in found.values() for path in paths], missing
-        return [], list(self.checksums)
+            here = [path for paths in found.values() for path in paths]
+            if not missing:
+                return here, []
+            if here:
+                begun.append((here, missing))
+        return begun[0] if begun else ([], list(self.checksums))
 
 
 def _matches(folder: Path, name: str) -> list[Path]:
@@ -157,6 +161,16 @@ def verify(path: Path, checksum: str) -> None:
         raise DataError(
             f"{path} must have the published checksum {checksum}. It has {found}; it is damaged or another file."
         )
+
+
+def intact(version: Version, paths: Sequence[Path]) -> bool:
+    """Whether files are what was published, as far as checksums are."""
+    try:
+        for path in paths:
+            verify(path, _checksum(version.checksums, path))
+    except DataError:
+        return False
+    return True
 
 
 def cached(name: str, paths: Sequence[Path], decode: Callable[[], Arrays], *how: object) -> Arrays:

@@ -4,6 +4,8 @@ Named in a recipe as data.source = "npz", "images" or "csv", with what the funct
 """
 
 import csv
+import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fedmix.errors import DataError, DataMissing
 
 Array = npt.NDArray[Any]
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+EMPTY = ("", "nan", "na", "null", "none")
 CATEGORIES = 50  # a column of words with more different ones than that is taken for a mistake
 
 
@@ -39,7 +42,7 @@ def npz(data_dir: str | None, file: str, x: str = "x", y: str = "y", client: str
                     f"{path} must hold an array {names[key]!r}. It has none; data.args.{key} names another one."
                 )
         for key, values in given.items():
-            if len(values) != len(given["y"]) or (key != "x" and values.ndim != 1):
+            if not values.ndim or len(values) != len(given["y"]) or (key != "x" and values.ndim != 1):
                 raise DataError(f"{path}: {names[key]!r} must have a value for each of the {len(given['y'])} labels.")
         return _decoded(path, given["x"], given["y"], given.get("client"), given.get("c"))
 
@@ -53,7 +56,7 @@ def table(
     label: str,
     client: str = "",
     side: str = "",
-    features: Sequence[str] = (),
+    features: list[str] = [],  # noqa: B006 (never changed)
     standardise: bool = True,
 ) -> Source:
     """A CSV with a header: one row for each point.
@@ -64,22 +67,29 @@ def table(
     path = _found(file, data_dir)
 
     def decode() -> Arrays:
-        columns = _read_csv(path)
+        columns, rows = _read_csv(path)
         apart = [name for name in (label, client, side) if name]
         used = list(features) or [name for name in columns if name not in apart]
         for name in [*apart, *used]:
             if name not in columns:
                 raise DataError(f"{path} must have a column {name!r}. It has {', '.join(columns)}.")
+        if set(used) & set(apart):
+            raise DataError(
+                f"data.args.features must not name {min(set(used) & set(apart))!r}: it is the label, client or side."
+            )
+        for name in [*apart, *used]:
+            _no_gaps(path, name, columns[name], rows)
         if not used:
             raise DataError(f"{path} must have columns beside {', '.join(apart)} to learn from. It has none.")
-        x = np.concatenate([_numbers(path, name, columns[name], standardise) for name in used], axis=1)
-        return _decoded(
+        made = [_numbers(path, name, columns[name], standardise) for name in used]
+        arrays = _decoded(
             path,
-            x,
+            np.concatenate([x for x, _ in made], axis=1),
             np.array(columns[label]),
             np.array(columns[client]) if client else None,
             np.array(columns[side]) if side else None,
         )
+        return arrays | {"features": np.array(json.dumps([about for _, about in made]))}
 
     return _source(cached("csv", [path], decode, label, client, side, list(features), standardise))
 
@@ -89,6 +99,8 @@ def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False)
 
     size: all are scaled to size x size (0: they must have one size); grey: one channel instead of three.
     """
+    if size < 0:
+        raise DataError(f"data.args.size must be 0 or more pixels. Got {size} instead.")
     root = _found(folder, data_dir)
     paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGES)
     depths = {len(path.relative_to(root).parts) for path in paths}
@@ -103,46 +115,51 @@ def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False)
         client = np.array([path.parent.parent.name for path in paths]) if depths == {3} else None
         return _decoded(root, x, y, client, None)
 
-    return _source(cached("images", paths, decode, size, grey))
+    return _source(cached("images", paths, decode, str(root.resolve()), size, grey))
 
 
 def _found(name: str, data_dir: str | None) -> Path:
     """A path as it is given, or below one of the data folders."""
     places = [Path(), *folders(data_dir)]
     for place in places:
-        if (place / Path(name).expanduser()).exists():
-            return place / Path(name).expanduser()
+        if (place / os.path.expanduser(name)).exists():
+            return place / os.path.expanduser(name)
     raise DataMissing(
         f"{name} was not found here, nor in {', '.join(map(str, places[1:]))}. Name it by its whole path."
     )
 
 
-def _read_csv(path: Path) -> dict[str, list[str]]:
+def _read_csv(path: Path) -> tuple[dict[str, list[str]], list[int]]:
+    """Columns by name, and the line of the file that each row ends on."""
     with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
         try:
-            header, *rows = [row for row in csv.reader(file) if row]
+            read = [(reader.line_num, [value.strip() for value in row]) for row in reader if row]
+            (_, header), *found = read
         except (ValueError, csv.Error) as error:
             raise DataError(f"{path} must be a CSV file in UTF-8 with a header. It is not ({error}).") from error
+    lines, rows = [line for line, _ in found], [row for _, row in found]
     if len(set(header)) != len(header):
         raise DataError(f"{path} must have a name of its own for each column. Its header is {', '.join(header)}.")
-    for number, row in enumerate(rows, start=2):
+    for line, row in zip(lines, rows, strict=True):
         if len(row) != len(header):
-            raise DataError(f"{path}, row {number} must have {len(header)} values. It has {len(row)}.")
+            raise DataError(f"{path}, line {line} must have {len(header)} values. It has {len(row)}.")
     if not rows:
         raise DataError(f"{path} must have rows below its header. It has none.")
     columns = zip(*rows, strict=True)
-    return {name.strip(): [value.strip() for value in column] for name, column in zip(header, columns, strict=True)}
+    return {name: list(column) for name, column in zip(header, columns, strict=True)}, lines
 
 
-def _numbers(path: Path, name: str, column: Sequence[str], standardise: bool) -> Array:
-    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]."""
-    empty = next(
-        (row for row, value in enumerate(column, start=2) if value.lower() in ("", "nan", "na", "null", "none")), 0
-    )
-    if empty:
-        raise DataError(
-            f"{path}, row {empty}: {name!r} must have a value. It is empty; fill it in or leave the row out."
-        )
+def _no_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[int]) -> None:
+    for line, value in zip(lines, column, strict=True):
+        if value.lower() in EMPTY:
+            raise DataError(
+                f"{path}, line {line}: {name!r} must have a value. It is empty; fill it in or leave the row out."
+            )
+
+
+def _numbers(path: Path, name: str, column: Sequence[str], standardise: bool) -> tuple[Array, dict[str, Any]]:
+    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]; and how to do the same to new rows."""
     try:
         values = np.array(column, dtype=np.float64)
     except ValueError:
@@ -152,12 +169,15 @@ def _numbers(path: Path, name: str, column: Sequence[str], standardise: bool) ->
                 f"{path}: {name!r} must be numbers, or words of at most {CATEGORIES} kinds. It has {len(words)} kinds, "
                 f"{words[0]!r} among them; leave it out with data.args.features."
             ) from None
-        return np.eye(len(words), dtype=np.float32)[index]
+        return np.eye(len(words), dtype=np.float32)[index], {"column": name, "words": words.tolist()}
     if not np.isfinite(values).all():
         raise DataError(f"{path}: {name!r} must be finite. It holds infinity.")
-    if standardise:
-        values = (values - values.mean()) / (values.std() or 1.0)
-    return values[:, None].astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = (float(values.mean()), float(values.std()) or 1.0) if standardise else (0.0, 1.0)
+        made = ((values - mean) / std)[:, None].astype(np.float32)
+    if not np.isfinite([mean, std]).all() or not np.isfinite(made).all():
+        raise DataError(f"{path}: {name!r} must be numbers of ordinary size. They are too large.")
+    return made, {"column": name, "mean": mean, "std": std}
 
 
 def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
@@ -169,6 +189,8 @@ def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
     for path in paths:
         try:
             with Image.open(path) as image:
+                if image.mode.startswith(("I", "F")):
+                    raise DataError(f"{path} must have 8 bits a channel. It has more ({image.mode}); convert it.")
                 opened = image.convert("L" if grey else "RGB")
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{path} must be an image. It cannot be read ({error}).") from error
@@ -185,14 +207,10 @@ def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | No
     """What the cache keeps: numbers in place of names, channels before rows and columns, moments of images."""
     labels, y = _numbered(y)
     arrays: Arrays = {"y": y, "labels": labels}
+    if x.dtype.kind not in "biuf" or not x.size:
+        raise DataError(f"{path}: inputs must be numbers. Got {x.dtype} of shape {list(x.shape)}.")
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        x = (
-            x[:, None]
-            if x.ndim == 3
-            else np.moveaxis(x, 3, 1)
-            if x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
-            else x
-        )
+        x = x[:, None] if x.ndim == 3 else x if x.shape[1] <= 4 or x.shape[3] > 4 else np.moveaxis(x, 3, 1)
         arrays |= moments(x)
     else:
         x = x.astype(np.float32)
@@ -209,8 +227,10 @@ def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | No
 
 def _numbered(y: Array) -> tuple[Array, Array]:
     """Classes by name, and each point's number. Whole numbers from 0 stay as they are."""
-    if y.dtype.kind == "U" and all(map(str.isdecimal, y)):
+    if y.dtype.kind == "U" and all(len(word) < 7 and word.isdecimal() and str(int(word)) == word for word in y):
         y = y.astype(np.int64)
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise DataError("labels must be there for every point. Some are NaN or infinite.")
     if np.issubdtype(y.dtype, np.integer) and y.size and y.min() >= 0 and y.max() < 100_000:
         return np.arange(int(y.max()) + 1).astype(str), y.astype(np.int64)
     names, index = np.unique(y, return_inverse=True)
@@ -237,6 +257,7 @@ def _source(arrays: Arrays) -> Source:
         owners=listed("owners"),
         column=whole("column"),
         labels=listed("labels"),
+        features=json.loads(str(arrays["features"])) if "features" in arrays else (),
     )
 
 

@@ -49,6 +49,8 @@ def rotate(x: Tensor, parts: list[Indices], concentration: float, rng: Stream) -
     new = x.clone()
     for k in range(1, ANGLES):
         rows = (angle == k).nonzero().squeeze(1)
+        if not len(rows):
+            continue
         turned = rotated(x[rows].float(), 45.0 * k)
         new[rows] = turned if x.is_floating_point() else turned.round().to(x.dtype)
     return new, angle

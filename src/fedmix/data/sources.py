@@ -3,7 +3,7 @@
 Decoded images are cached as memory-mapped arrays, so that a second start is quick and workers share one copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -46,6 +46,7 @@ class Source:
     coarse: Tensor | None = None  # a coarser label of each point [N]
     column: Tensor | None = None  # side information of the user's own [N], a number from 0
     labels: Sequence[str] = ()  # what the user calls the classes
+    features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
 
 
 def digits(data_dir: str | None = None) -> Source:

@@ -1,6 +1,7 @@
 """A recipe's [data] -> a federation: source, split, shift, parts. It depends on the seed alone, not on method or engine."""
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from fedmix.data.own import READERS
 from fedmix.data.partition import Indices
 from fedmix.data.sources import DATASETS, Source, load, stand_in
 from fedmix.errors import DataError, SettingError, one_of
-from fedmix.experiment.recipe import NATURAL, OWN, DataSettings, named_object
+from fedmix.experiment.recipe import NATURAL, OWN, DataSettings, named_object, typed
 from fedmix.rng import Stream, stream
 
 
@@ -28,13 +29,43 @@ def build_federation(
             "this run's data was handed over in Python; go on there: fedmix.train(federation=..., out=RUN, resume=True)."
         )
     if ":" in settings.source:
-        made = named_object(settings.source, "data.source")(**settings.args)
-        if isinstance(made, Federation):
-            return made
-        return Federation.from_clients(
-            made, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
-        )
+        return _from_function(settings, seed)
     return _federate(settings, seed, _source(settings, data_dir, only_sizes))
+
+
+def _from_function(settings: DataSettings, seed: int) -> Federation:
+    """Data of `package.module:name`: a function that gives a Federation, or a dict of arrays for each client."""
+    for name in ("holdout_clients", "share", "split", "shift", "augment"):
+        if getattr(settings, name) != getattr(DataSettings, name):
+            raise SettingError(f"data.{name} cannot be used with data of a function: it says itself who holds what.")
+    function = named_object(settings.source, "data.source")
+    if not callable(function):
+        raise SettingError(f"data.source must name a function. {settings.source} is {type(function).__name__}.")
+    _bound(function, settings)
+    made = function(**settings.args)
+    if isinstance(made, Federation):
+        return made
+    if not isinstance(made, Mapping):
+        raise DataError(
+            f"{settings.source} must give a Federation or a dict of clients. It gave {type(made).__name__}."
+        )
+    return Federation.from_clients(
+        made, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
+    )
+
+
+def _bound(function: Callable[..., Any], settings: DataSettings) -> None:
+    """Refuse arguments that a source does not take, and values of another type than it says."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**settings.args)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise SettingError(f"data.args of {settings.source} must be of {takes}: {error}.") from error
+    for name, value in settings.args.items():
+        kind = signature.parameters[name].annotation if name in signature.parameters else inspect.Parameter.empty
+        if kind in (str, int, bool, float, list[str]):
+            typed(kind, value, f"data.args.{name}")
 
 
 def _source(settings: DataSettings, data_dir: str | None, only_sizes: bool) -> Source:
@@ -45,11 +76,7 @@ def _source(settings: DataSettings, data_dir: str | None, only_sizes: bool) -> S
         read = partial(stand_in, name) if only_sizes else partial(load, name, data_dir)
     else:
         raise SettingError(one_of("data.source", name, ["digits", *DATASETS, *READERS, "package.module:name"]))
-    try:
-        inspect.signature(read).bind(**args)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(read).parameters)
-        raise SettingError(f"data.args of {name} must be of {takes}: {error}.") from error
+    _bound(read, settings)
     made: Source = read(**args)
     return made
 
@@ -95,6 +122,7 @@ def _federate(settings: DataSettings, seed: int, source: Source) -> Federation:
             std=source.std,
             augment=settings.augment != "none",
             labels=source.labels,
+            features=source.features,
             left_out=dealt.left_out,
         )
 
@@ -149,18 +177,22 @@ def _natural(settings: DataSettings, source: Source, train: Indices, test: Indic
         )
     owner, count = source.owner.numpy(), len(source.owners)
     to_train, to_test = ([pool[index] for index in partition.by_owner(owner[pool], count)] for pool in (train, test))
-    large = [s for s in range(count) if len(to_train[s]) + len(to_test[s]) >= settings.min_size]
-    known, new = ([s for s in large if bool(len(to_train[s])) == trained] for trained in (True, False))
-    if settings.clients + settings.holdout_clients > len(known):
+    least = max(settings.min_size, 1 + (settings.validation > 0) + (settings.test > 0))
+    trained = set(owner[: source.train].tolist())  # whatever share of the points is taken
+    known = [s for s in range(count) if s in trained and len(to_train[s]) >= least]
+    new = [s for s in range(count) if s not in trained and len(to_test[s]) >= least]
+    if not known:
+        raise DataError(f"at least one client must have {least} points or more (data.min_size). None has.")
+    if settings.clients + settings.holdout_clients > len(known) - (settings.clients == 0):
         raise DataError(
-            f"data.clients + data.holdout_clients must be at most {len(known)}, which is how many {settings.source} has. "
-            f"Got {settings.clients} + {settings.holdout_clients}."
+            f"data.clients + data.holdout_clients must be at most {len(known)}, which is how many {settings.source} has, and "
+            f"leave somebody to train. Got {settings.clients} + {settings.holdout_clients}."
         )
     order = [known[i] for i in rng.child("clients").permutation(len(known))]
     apart = order[: settings.holdout_clients]
     rest = order[settings.holdout_clients :]
     taking_part = sorted(rest[: settings.clients] if settings.clients else rest)
-    held_out = sorted(apart or new)
+    held_out = sorted([*apart, *new])
 
     def divided(s: int) -> tuple[Indices, Indices, Indices]:
         parts = rng.child("parts", s)
@@ -171,14 +203,12 @@ def _natural(settings: DataSettings, source: Source, train: Indices, test: Indic
         return partition.three_parts(points, settings.validation, settings.test, parts, source.owners[s])
 
     clients = [*taking_part, *held_out]
-    if not taking_part:
-        raise DataError(f"at least one client must have {settings.min_size} points or more (data.min_size). None has.")
     each = [divided(s) for s in clients]
     return _Dealt(
         parts=[[three[i] for three in each] for i in range(3)],
         names=[source.owners[s] for s in clients],
         held_out=len(held_out),
-        left_out=sum(len(to_train[s]) + len(to_test[s]) > 0 for s in range(count)) - len(large),
+        left_out=sum(len(to_train[s]) + len(to_test[s]) > 0 for s in range(count)) - len(known) - len(new),
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
 from fedmix.engines.local import cores
-from fedmix.errors import DataMissing
+from fedmix.errors import DataMissing, SettingError
 from fedmix.experiment.build import Experiment, build
 from fedmix.experiment.federate import build_federation
 from fedmix.experiment.recipe import Recipe
@@ -38,6 +38,8 @@ class _Trial:
 
 def plan_recipe(recipe: Recipe, data_dir: str | None = None, workers: int | None = None) -> dict[str, Any]:
     """The costs of a recipe; where its data is not at hand, from the sizes that its publisher gives."""
+    if workers is not None and workers < 1:
+        raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
     try:
         return plan(build(recipe, data_dir=data_dir), workers)
     except DataMissing as missing:

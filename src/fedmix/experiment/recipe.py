@@ -1,6 +1,8 @@
 """A recipe: one TOML file of frozen settings, checked at birth. Unknown keys are refused, with the known ones named."""
 
 import importlib
+import math
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -64,7 +66,7 @@ class DataSettings:
         require(self.clients >= fewest, "data.clients", words, self.clients)
         require(self.holdout_clients >= 0, "data.holdout_clients", "0 or more", self.holdout_clients)
         for name in ("concentration", "fine_concentration", "rotation_concentration"):
-            require(getattr(self, name) > 0, f"data.{name}", "more than 0", getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, f"data.{name}", "more than 0, and finite", getattr(self, name))
         require(0 < self.share <= 1, "data.share", "a share in (0, 1]", self.share)
         for name in ("validation", "test"):
             require(0 <= getattr(self, name) < 1, f"data.{name}", "a share in [0, 1)", getattr(self, name))
@@ -172,7 +174,10 @@ def read_recipe(
     elif name in shipped():
         text = (files("fedmix.recipes") / f"{name}.toml").read_text()
     elif Path(name).is_file():
-        text = Path(name).read_text()
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SettingError(f"recipe {name} must be a TOML file. It is not text.") from error
     else:
         raise SettingError(one_of("a recipe", name, shipped()).removesuffix(".") + ", and no file of that name exists.")
     try:
@@ -196,13 +201,16 @@ def make_recipe(
     """
     scales, sides, methods = _exceptions(table)
     changes = changes or {}
-    chosen = algorithm or changes.get("algorithm") or table.get("algorithm", "fedmix")
+    if "scale" in changes:
+        raise SettingError("scale cannot be set by itself; --scale takes a recipe's smaller settings.")
+    chosen = typed(str, algorithm or changes.get("algorithm") or table.get("algorithm", "fedmix"), "algorithm")
     merged = table
-    if scale not in (None, "full", table.get("scale", "full")):
+    own = table.get("scale", "full")
+    if scale not in (None, own):
         if scale not in scales:
-            raise SettingError(one_of(f"--scale of {table.get('name', 'this recipe')}", scale, ["full", *scales]))
+            raise SettingError(one_of(f"--scale of {table.get('name', 'this recipe')}", scale, [own, *scales]))
         merged = _merge(merged, scales[scale]) | {"scale": scale, "name": f"{table.get('name', 'unnamed')}-{scale}"}
-    side = changes.get("data.side") or table.get("data", {}).get("side", DataSettings.side)
+    side = typed(str, changes.get("data.side") or table.get("data", {}).get("side", DataSettings.side), "data.side")
     merged = _merge(_merge(merged, sides.get(side, {})), methods.get(chosen, {})) | {"algorithm": chosen}
     for key, value in changes.items():
         for part in reversed(key.split(".")):
@@ -214,8 +222,12 @@ def make_recipe(
 def _exceptions(table: dict[str, Any]) -> list[dict[str, Any]]:
     """The tables [scales.X], [sides.X] and [methods.X] of a recipe, taken out of it; what is wrong in them is refused
     even where they are not used."""
+    if not isinstance(table.get("data", {}), dict):
+        raise SettingError(f"data must be a table of settings. Got {table['data']!r} instead.")
     taken: list[dict[str, Any]] = [table.pop(kind, {}) for kind in ("scales", "sides", "methods")]
     for kind, tables, known in zip(("scales", "sides", "methods"), taken, (None, SIDES, METHODS), strict=True):
+        if not isinstance(tables, dict) or not all(isinstance(settings, dict) for settings in tables.values()):
+            raise SettingError(f"{kind} must be tables [{kind}.X]. Got {tables!r} instead.")
         for name, settings in tables.items():
             if known is not None and name not in known:
                 raise SettingError(one_of(f"a table [{kind}.X]", name, known))
@@ -260,17 +272,17 @@ def settings_from(kind: type[T], table: Any, where: str = "") -> T:
         if key not in types:
             raise SettingError(one_of(f"a setting{f' of [{where}]' if where else ''}", key, types))
         values[key] = (
-            settings_from(types[key], value, label) if is_dataclass(types[key]) else _typed(types[key], value, label)
+            settings_from(types[key], value, label) if is_dataclass(types[key]) else typed(types[key], value, label)
         )
     return kind(**values)
 
 
-def _typed(kind: Any, value: Any, label: str) -> Any:
+def typed(kind: Any, value: Any, label: str) -> Any:
     if isinstance(kind, UnionType):
         errors = []
         for option in get_args(kind):
             try:
-                return _typed(option, value, label)
+                return typed(option, value, label)
             except SettingError as error:
                 errors.append(error)
         raise errors[-1]
@@ -280,7 +292,7 @@ def _typed(kind: Any, value: Any, label: str) -> Any:
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
         raise SettingError(f"{label} must be {_TYPE_NAMES[origin]}. Got {value!r} instead.")
     if origin is list:
-        return [_typed(get_args(kind)[0], item, label) for item in value]
+        return [typed(get_args(kind)[0], item, label) for item in value]
     return value
 
 
@@ -305,6 +317,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def named_object(name: str, setting: str) -> Any:
     """The object that `package.module:name` stands for."""
     module, _, attribute = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a file beside the recipe; installed packages come first
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

@@ -150,6 +150,7 @@ class RunDirectory:
             "input": list(federation.x.shape[1:]),
             "classes": federation.classes,
             "labels": list(federation.labels),
+            "features": [dict(column) for column in federation.features],
             "categories": federation.categories,
             "side": federation.side,
             "groups": None if federation.groups is None else list(federation.groups),

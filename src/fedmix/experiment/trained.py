@@ -32,7 +32,7 @@ class TrainedRun:
         self.recipe = recipe
         about = json.loads((path / "federation.json").read_text())
         self.clients: list[str] = about["clients"]
-        self.labels: list[str] = about["labels"]  # what the user calls the classes, where the data says so
+        self.labels: list[str] = about.get("labels", [])  # what the user calls the classes, where the data says so
         self._mean, self._std = about["mean"], about["std"]
         example = torch.zeros(2, *about["input"])
         self._model = build_model(recipe.model, example, about["classes"], model)

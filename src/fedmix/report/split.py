@@ -21,7 +21,7 @@ def split_table(split: Mapping[str, Any]) -> RenderableType:
     rows: Sequence[Mapping[str, Any]] = split["clients"]
     grouped = any(row["group"] is not None for row in rows)
     wide = split["classes"] <= MOST_CLASSES
-    table = Table(title=f"{split['recipe']}: who holds what (seed {split['seed']})", caption_justify="left")
+    table = Table(title=Text(f"{split['recipe']}: who holds what (seed {split['seed']})"), caption_justify="left")
     columns = ["client", "train", "validation", "test", *(["group"] if grouped else []), "classes"]
     for column in columns:
         table.add_column(column, justify="right")
@@ -32,7 +32,7 @@ def split_table(split: Mapping[str, Any]) -> RenderableType:
         held = sum(1 for n in row["labels"] if n)
         blocks = [Text(_blocks(row["labels"]))] if wide else []
         sizes = [str(row[part]) for part in ("train", "validation", "test")]
-        table.add_row(row["client"], *sizes, *group, str(held), *blocks)
+        table.add_row(Text(row["client"]), *sizes, *group, str(held), *blocks)
     facts = Text("\n".join(f"{what}: {much}" for what, much in _facts(split).items()))
     more = [Text(f"... and {len(rows) - MOST_ROWS} more clients")] if len(rows) > MOST_ROWS else []
     if split["scale"] != "full":
@@ -66,10 +66,8 @@ def draw_split(split: Mapping[str, Any], path: Path) -> None:
     """Clients by classes, and by side information where that is something else, as shares in shades."""
     if path.suffix not in PICTURES:
         raise SettingError(one_of("the picture's ending", path.suffix, PICTURES))
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingError("a picture needs Matplotlib; install it with: pip install 'fedmix[plots]'.") from error
+    from matplotlib.figure import Figure
+
     rows = split["clients"]
     if any(row["group"] is not None for row in rows):
         rows = sorted(rows, key=lambda row: row["group"])

@@ -47,7 +47,7 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile beside it."""
-    title = f"{rows[0]['recipe']}: test accuracy and communication"
+    title = Text(f"{rows[0]['recipe']}: test accuracy and communication")
     table = Table(title=title, caption=_caption(rows), caption_justify="left")
     table.add_column("method")
     for column in COLUMNS:
@@ -130,7 +130,7 @@ def _by_group(q: list[list[float]], groups: Sequence[int]) -> list[int]:
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{plan['recipe']}, {NAMES[plan['algorithm']]}: what it will cost", show_header=False)
+    table = Table(title=Text(f"{plan['recipe']}, {NAMES[plan['algorithm']]}: what it will cost"), show_header=False)
     table.add_column("what")
     table.add_column("how much", justify="right")
     each = plan["bytes"]
@@ -147,9 +147,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("time of a round, of the run", f"{duration(plan['seconds_per_round'])}, {duration(plan['seconds'])}"),
     ):
         table.add_row(what, much)
-    table.caption = f"{plan['note']} ({plan['workers']} clients side by side)"
-    if plan["scale"] != "full":
-        table.caption += "; " + scaled_down(plan["scale"])
+    small = "" if plan["scale"] == "full" else "; " + scaled_down(plan["scale"])
+    table.caption = Text(f"{plan['note']} ({plan['workers']} clients side by side){small}")
     return table
 
 
