@@ -164,7 +164,7 @@ def start() -> list[dict[str, Any]]:
         first = list(rounds(algorithm, engine, algorithm.init(0), 0, 100, 10, 3))
         state, one = first[-1].state, statistics.median(step.seconds for step in first[1:])
         began = time.perf_counter()
-        evaluate.client_scores(algorithm, engine, state, 100, "validation", 3)
+        evaluate.client_scores(algorithm, engine, state, range(100), "validation", 3)
         evaluation = time.perf_counter() - began
         for s in range(100):
             store.put(s, algorithm.new_client(0))

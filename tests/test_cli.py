@@ -331,6 +331,9 @@ def test_help_teaches(capsys):
         ["split", "--help"],
         ["data", "--help"],
         ["data", "get", "--help"],
+        ["sweep", "--help"],
+        ["evaluate", "--help"],
+        ["audit", "--help"],
     ):
         assert fedmix(*args) == 0
     out = capsys.readouterr().out

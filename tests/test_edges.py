@@ -156,8 +156,8 @@ def test_local_global_averages_whole_blocks_with_their_shortcuts():
     message = experiment.algorithm.broadcast(steps[-1].state, None)
     p_s, x = torch.tensor([0.5, 0.5]), federation.x[:4]
     with torch.no_grad():
-        one = experiment.algorithm.predict_anonymous(message, [privates[0], privates[1]], p_s, x)
-        other = experiment.algorithm.predict_anonymous(message, [privates[1], privates[0]], p_s, x)
+        one = experiment.algorithm.predict_anonymous(message, [privates[0], privates[1]], p_s.log(), x)
+        other = experiment.algorithm.predict_anonymous(message, [privates[1], privates[0]], p_s.log(), x)
     assert torch.allclose(one, other, atol=1e-5)
 
 

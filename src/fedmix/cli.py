@@ -1,6 +1,7 @@
 """The command line. Results go to standard output, progress to standard error; bad input is one line and status 2."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedmix import __version__
-from fedmix.errors import FedmixError, SettingError
+from fedmix.errors import ClientError, FedmixError, SettingError
 
 METHOD_HELP = "fedmix, fedavg, biased-fedavg, local-global or independent"
 EXAMPLES = """examples:
@@ -18,7 +19,10 @@ EXAMPLES = """examples:
   fedmix split digits-skew                           who will hold what, as a table and a picture
   fedmix train digits-permutation --out runs/first   train; results in runs/first
   fedmix train runs/first --resume                   go on after an interruption
+  fedmix evaluate runs/first                         how good it is for old clients, new clients, unknown clients
+  fedmix audit runs/first                            what the server could have learnt of the clients' labels
   fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
+  fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75       accuracy against bytes
   fedmix train digits-skew --set fedmix.experts=8 --set training.client_lr=0.1
   fedmix train cifar10 --scale small                 the paper's experiment in minutes, scaled down
   fedmix data get cifar10                            download a data set from its publisher
@@ -80,6 +84,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
 
+    sweep = _command(commands, "sweep", _sweep, "train a grid of settings: one table, one figure, each run resumable")
+    _recipe_options(sweep)
+    _run_options(sweep)
+    sweep.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    sweep.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+    sweep.epilog = "example: fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75 --rounds 20 --seeds 0,1,2"
+
+    evaluate = _command(
+        commands,
+        "evaluate",
+        _evaluate,
+        "every kind of inference of a trained run: for clients that took part, for new ones with labels and without",
+    )
+    _after_options(evaluate)
+    evaluate.add_argument("--no-vae", action="store_true", help="no generative model on each client for p(s|x)")
+    evaluate.add_argument(
+        "--points",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="inputs for p(s|x), drawn at random (default 2000; 0: all)",
+    )
+
+    audit = _command(commands, "audit", _audit, "what the server could have learnt of the clients' labels in a run")
+    _after_options(audit)
+
     plan = _command(commands, "plan", _plan, "parameters, bytes, FLOP, memory and time, before anything runs")
     _recipe_options(plan)
     plan.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
@@ -131,10 +161,23 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _run_options(parser: argparse.ArgumentParser) -> None:
+def _after_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands that look at a run that was trained."""
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--clients", type=int, default=0, metavar="N", help="so many clients, drawn at random (all)")
+    _engine_options(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _data_options(parser)
+
+
+def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="local", metavar="E", help="local (all cores) or serial (the plain loop)")
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
     parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    _engine_options(parser)
     parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
@@ -223,6 +266,117 @@ def _compare(args: Any) -> int:
             _print(q_map(summary))
     print(f"results: {out}")
     return 0
+
+
+def _sweep(args: Any) -> int:
+    from fedmix.experiment.files import write_json
+    from fedmix.experiment.recipe import parse_grid, read_recipe
+    from fedmix.report.sweep import best, draw_sweep, sweep_rows, sweep_table
+
+    grid = parse_grid(args.set)
+    given = grid.pop("seed", None)  # as good as --seeds
+    varied = [key for key, values in grid.items() if len(values) > 1]
+    if not varied:
+        raise SettingError(
+            "--set must give a setting several values, as in --set fedmix.eta=0,0.25,0.5. None has them."
+        )
+    if given and args.seeds:
+        raise SettingError("seeds must be given once: by --seeds, or by --set seed=...")
+    rounds = {} if args.rounds is None else {"rounds": args.rounds}
+    first = read_recipe(args.recipe, args.algorithm, {k: v[0] for k, v in grid.items()} | rounds, args.scale)
+    seeds = _whole_numbers(args.seeds) if args.seeds else given or [first.seed]
+    todo = []
+    for values in itertools.product(*grid.values()):
+        point = dict(zip(grid, values, strict=True))
+        for seed in seeds:
+            recipe = read_recipe(args.recipe, args.algorithm, {**point, **rounds, "seed": seed}, args.scale)
+            todo.append(({key: point[key] for key in varied}, recipe))
+    out = Path(args.out or f"runs/sweep-{first.name}-{'-'.join(key.split('.')[-1] for key in varied)}")
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    failed: list[str] = []
+    for settings, recipe in todo:
+        words = ",".join(f"{key.split('.')[-1]}={value}" for key, value in settings.items())
+        name = f"{words}-seed{recipe.seed}".replace("/", "_").replace(" ", "")
+        if not args.quiet:
+            print(f"fedmix: {name} ({len(runs) + len(failed) + 1} of {len(todo)})", file=sys.stderr)
+        try:
+            summary = _run_one(recipe, out / name, args)
+        except ClientError as error:  # of this point of the grid alone: a rate that is too large, say
+            failed.append(f"{name}: {error}")
+            _complain(failed[-1])
+            continue
+        if summary is None:
+            print("fedmix: the runs before it are done; the same command with --resume goes on", file=sys.stderr)
+            return 130
+        runs.append((settings, summary))
+    if not runs:
+        return 2
+    rows = sweep_rows(runs)
+    write_json(out / "sweep.json", {"rows": rows, "failed": failed})
+    drawn = _draw(draw_sweep, rows, out / "sweep.png")
+    if args.json:
+        print(json.dumps({"rows": rows, "failed": failed, "picture": drawn}))
+    else:
+        _print(sweep_table(rows))
+        print(f"{best(rows)}\nresults: {out}" + (f", {drawn}" if drawn else ""))
+    return 2 if failed else 0
+
+
+def _evaluate(args: Any) -> int:
+    from fedmix.experiment.files import write_json
+    from fedmix.experiment.inference import Options, evaluate_run
+    from fedmix.experiment.restore import restore
+    from fedmix.experiment.run import check
+    from fedmix.progress import stages
+    from fedmix.report.evaluation import draw_new_clients, evaluation_table
+
+    options = Options(args.clients, not args.no_vae, args.points, args.engine, args.workers, args.device)
+    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
+    check(run.experiment, args.engine, args.workers, args.device)
+    with stages(args.quiet) as watch:
+        result = evaluate_run(run, options, watch)
+    write_json(run.path / "evaluation.json", result)
+    drawn = None
+    if result["new_clients"]["labelled"]:
+        drawn = _draw(draw_new_clients, result, run.path / "new-clients.png")
+    if "json" in args:
+        print(json.dumps(result))
+        return 0
+    _print(evaluation_table(result))
+    print(f"results: {run.path / 'evaluation.json'}" + (f", {drawn}" if drawn else ""))
+    return 0
+
+
+def _audit(args: Any) -> int:
+    from fedmix.experiment.audit import Where, audit_run
+    from fedmix.experiment.files import write_json
+    from fedmix.experiment.restore import restore
+    from fedmix.experiment.run import check
+    from fedmix.progress import stages
+    from fedmix.report.audit import audit_table, draw_audit
+
+    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
+    check(run.experiment, args.engine, args.workers, args.device)
+    with stages(args.quiet) as watch:
+        result = audit_run(run, Where(args.clients, args.engine, args.workers, args.device), watch)
+    write_json(run.path / "audit.json", result)
+    drawn = _draw(draw_audit, result, run.path / "audit.png")
+    if "json" in args:
+        print(json.dumps(result))
+        return 0
+    _print(audit_table(result))
+    print(f"results: {run.path / 'audit.json'}" + (f", {drawn}" if drawn else ""))
+    return 0
+
+
+def _draw(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> str | None:
+    """Where the picture is; None without Matplotlib."""
+    try:
+        draw(what, picture)
+    except ModuleNotFoundError:
+        print("fedmix: no picture: it needs Matplotlib: pip install 'fedmix[plots]'", file=sys.stderr)
+        return None
+    return str(picture)
 
 
 def _plan(args: Any) -> int:

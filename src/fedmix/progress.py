@@ -12,12 +12,17 @@ class _Totals:
     def __init__(self) -> None:
         self.bytes = 0
         self.accuracy = ""
+        self.troubles: list[str] = []
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: dict[str, Any]) -> list[str]:
+        """Add a round; gives what has newly gone wrong in it."""
         self.bytes += line["bytes_down"] + line["bytes_up"]
         if "accuracy" in line:
             local, server = line["accuracy"]["local"]["mean"], line["accuracy"]["server"]["mean"]
             self.accuracy = f"local {_percent(local)} server {_percent(server)}"
+        kinds = [trouble.split(":")[0] for trouble in self.troubles]
+        self.troubles = line.get("warnings", [])
+        return [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
 
 
 def _percent(value: float | None) -> str:
@@ -34,6 +39,38 @@ def progress(title: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
         yield from _bar(title, totals)
     else:
         yield lambda step: _line(title, totals, step)
+
+
+@contextmanager
+def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call as work goes from stage to stage: (what is being done, how much of it is done, of how much)."""
+    seen: set[str] = set()
+    if quiet or not sys.stderr.isatty():
+
+        def say(name: str, done: int, total: int) -> None:
+            if name not in seen and not quiet:
+                seen.add(name)
+                print(f"{name} ...", file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task("starting", total=None)
+
+    def show(name: str, done: int, total: int) -> None:
+        if not bar.live.is_started:
+            bar.start()
+        bar.update(task, description=name, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextmanager
@@ -71,7 +108,8 @@ def downloads(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 def _line(title: str, totals: _Totals, step: Any) -> None:
-    totals.take(step.metrics)
+    for trouble in totals.take(step.metrics):
+        print(f"{title}  round {step.done}/{step.total}  {trouble}", file=sys.stderr, flush=True)
     if "accuracy" in step.metrics or step.done == 1:
         facts = f"loss {step.metrics['loss']:.4f}  {totals.accuracy or 'not evaluated yet'}  sent {size(totals.bytes)}"
         print(f"{title}  round {step.done}/{step.total}  {facts}", file=sys.stderr, flush=True)
@@ -94,7 +132,8 @@ def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
     def show(step: Any) -> None:
         if not bar.live.is_started:
             bar.start()  # after the workers were forked: the bar has a thread
-        totals.take(step.metrics)
+        for trouble in totals.take(step.metrics):
+            bar.console.print(f"{title}  round {step.done}/{step.total}  {trouble}", style="yellow", markup=False)
         facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(totals.bytes)}"
         bar.update(task, completed=step.done, total=step.total, facts=facts)
 

@@ -70,7 +70,7 @@ def test_local_global_without_identity_averages_representations():
     )
     logits = nn.functional.linear(torch.relu(hidden), shared["out.weight"], shared["out.bias"])
     message = experiment.algorithm.broadcast(steps[-1].state, None)
-    got = experiment.algorithm.predict_anonymous(message, list(privates.values()), torch.tensor(p), x)
+    got = experiment.algorithm.predict_anonymous(message, list(privates.values()), torch.tensor(p).log(), x)
     assert torch.allclose(got, torch.log_softmax(logits, dim=1), atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_biased_fedavg_without_identity_averages_biases():
     x, p = experiment.federation.x[:5], torch.tensor([0.1, 0.2, 0.3, 0.4])
     bias = sum(float(w) * privates[s]["out.bias"] for s, w in enumerate(p))
     message = experiment.algorithm.broadcast(steps[-1].state, None)
-    got = experiment.algorithm.predict_anonymous(message, list(privates.values()), p, x)
+    got = experiment.algorithm.predict_anonymous(message, list(privates.values()), p.log(), x)
     assert torch.allclose(got, experiment.algorithm.predict(message, {"out.bias": bias}, x), atol=1e-6)
 
 

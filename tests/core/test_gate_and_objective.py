@@ -70,8 +70,38 @@ def test_mean_gate_equals_a_loop_over_clients(world):
     p_s = torch.tensor([0.1, 0.2, 0.05, 0.25, 0.1, 0.1, 0.2], dtype=torch.float64)
     wanted = sum(p * gate.log_gate(theta, features, [0, 1, 2]).exp() for p, theta in zip(p_s, thetas, strict=True))
     for chunk in (1, 3, 64):
-        got = gate.mean_log_gate(thetas, p_s, features, [0, 1, 2], chunk=chunk).exp()
+        got = gate.mean_log_gate(thetas, p_s.log(), features, [0, 1, 2], chunk=chunk).exp()
         assert torch.allclose(got, wanted, atol=1e-12)
+    p_sx = torch.softmax(
+        torch.randn(features.shape[1], 7, generator=g, dtype=torch.float64), dim=1
+    )  # p(s|x): of each x
+    wanted = sum(p_sx[:, s : s + 1] * gate.log_gate(theta, features, [0, 1, 2]).exp() for s, theta in enumerate(thetas))
+    for chunk in (1, 3, 64):
+        got = gate.mean_log_gate(thetas, p_sx.log(), features, [0, 1, 2], chunk=chunk).exp()
+        assert torch.allclose(got, wanted, atol=1e-12)
+
+
+def test_one_gate_takes_the_place_of_many():
+    """Distilled from gates that are all the same it is that gate; from different ones it is nearer to their mean than any."""
+    g = torch.Generator().manual_seed(6)
+    features = torch.randn(K, 400, H, generator=g)
+    held = list(range(K))
+
+    def some_gate():
+        return {n: torch.randn(s, generator=g) for n, s in (("pi", (K,)), ("A", (H, K)), ("b", (K,)))}
+
+    def kl(theta, target):
+        return float((target * (target.log() - gate.log_gate(theta, features, held))).sum(dim=1).mean())
+
+    one = some_gate()
+    target = gate.log_gate(one, features, held).exp()
+    assert kl(gate.distil(features, target), target) < 1e-3
+    many = [some_gate() for _ in range(5)]
+    p_s = torch.full((5,), 0.2)
+    target = gate.mean_log_gate(many, p_s.log(), features, held).exp()
+    distilled = kl(gate.distil(features, target), target)
+    assert distilled < 0.5 * min(kl(theta, target) for theta in many)
+    assert distilled < kl(gate.new_gate(H, K), target)
 
 
 def test_log_likelihood_is_cross_entropy_of_each_expert(world):

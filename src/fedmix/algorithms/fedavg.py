@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
-from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, ServerSettings
-from fedmix.core import aggregate, divergence
+from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, PrivacySettings, ServerSettings
+from fedmix.core import aggregate, divergence, privacy
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, rate_factor
 from fedmix.core.training import GroupBatch, train_client, train_group
@@ -41,12 +41,19 @@ class Locality:
 
 
 def fedavg(
-    name: str, locality: Locality, model: Model, rounds: int, client: ClientSettings, server: ServerSettings
+    name: str,
+    locality: Locality,
+    model: Model,
+    rounds: int,
+    client: ClientSettings,
+    server: ServerSettings,
+    protection: PrivacySettings,
 ) -> Algorithm:
     """FedAvg in which some parameters stay with their client."""
     is_local = locality.is_local
     optimizer = client_optimizer(client)
     w_optimizer = server_optimizer(server)
+    linear = server.aggregation == "linear"
 
     def start(seed: int, local: bool) -> Params:
         params = model.init(stream(seed, "init", "expert", 0))  # FedMix's first expert starts here too
@@ -65,8 +72,8 @@ def fedavg(
     def broadcast(state: FedavgState, s: int | None) -> Message:
         return Message(state.shared, {"round": state.round + 1})
 
-    def client_update(
-        message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
+    def _train(
+        message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None, frozen: IsLocal
     ) -> tuple[Message, Private]:
         def loss_of(params: Mapping[str, Tensor], batch: Examples, carry: None) -> tuple[Tensor, None]:
             logits, _ = model.apply(params, batch.x, training=True)
@@ -75,13 +82,31 @@ def fedavg(
         t = int(message.numbers["round"])
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
         params = {**message.tensors, **private}
-        frozen = model.frozen.__contains__
         trained = train_client(
             params, None, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng, frozen
         )
         shared = {n: w for n, w in trained.params.items() if not is_local(n)}
         local = {n: w for n, w in trained.params.items() if is_local(n)}
         return Message(shared, {"n": len(data), "loss": trained.loss}), local
+
+    def client_update(
+        message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
+    ) -> tuple[Message, Private]:
+        return _train(message, private, data, rng, epochs, model.frozen.__contains__)
+
+    def adapt(message: Message, private: Private, data: Examples, rng: Stream, epochs: int) -> tuple[Message, Private]:
+        if not local_names:
+            return message, private
+        _, local = _train(message, private, data, rng, epochs, lambda n: n in model.frozen or not is_local(n))
+        return message, local
+
+    def wrap(sent: Message, reply: Message, rng: Stream) -> Message:
+        tensors = reply.tensors
+        if protection.clip:
+            tensors = privacy.noisy_weights(sent.tensors, tensors, protection.clip, protection.noise, rng)
+        if linear:  # N_s Delta_s
+            tensors = {n: reply.numbers["n"] * (sent.tensors[n] - w) for n, w in tensors.items()}
+        return Message(tensors, reply.numbers)
 
     def group_update(
         messages: Sequence[Message],
@@ -118,6 +143,11 @@ def fedavg(
         if not state.shared:
             return after, Diagnosis(None)
         w_s = [reply.message.tensors for reply in replies]
+        if linear:
+            total = sum(reply.message.numbers["n"] for reply in replies)
+            delta = {n: value / total for n, value in privacy.summed(w_s).items()}
+            shared, opt = w_optimizer.update(state.shared, delta, state.opt, 1.0)
+            return replace(after, shared=shared, opt=opt), Diagnosis(None)
         p_s = aggregate.client_weights(torch.tensor([reply.message.numbers["n"] for reply in replies]))
         moved = aggregate.deltas(state.shared, w_s)
         layers = divergence.expert_divergence(moved, p_s)
@@ -132,9 +162,9 @@ def fedavg(
     def _weights(message: Message) -> Params:
         return {n: w for n, w in message.tensors.items() if not is_local(n)}
 
-    def predict_anonymous(message: Message, privates: Sequence[Private], p_s: Tensor, x: Tensor) -> Tensor:
+    def predict_anonymous(message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Tensor:
         """Biases are averaged over clients, other local layers by what they give (sec:NewShardInf)."""
-        weights = p_s.tolist()
+        weights = log_p_s.exp().tolist()
         if mean_of_weights:
             mean = {n: sum(p * private[n] for p, private in zip(weights, privates, strict=True)) for n in local_names}
             return predict(message, mean, x)
@@ -159,6 +189,9 @@ def fedavg(
         new_client=lambda seed: start(seed, local=True),
         broadcast=broadcast,
         client_update=client_update,
+        adapt=adapt,
+        newcomer=lambda state, _: broadcast(state, None),
+        wrap=wrap,
         server_update=server_update,
         predict=predict,
         predict_anonymous=predict_anonymous,

@@ -3,7 +3,7 @@
 What crosses the wire: the experts w_k that a client uses, phi, and q(z|s). What stays: the gate theta_s = (pi, A, b).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
-from fedmix.algorithms.settings import ClientSettings, FedmixSettings, ServerSettings
-from fedmix.core import aggregate, divergence, gate, objective, posterior, prune
+from fedmix.algorithms.settings import ClientSettings, FedmixSettings, PrivacySettings, ServerSettings
+from fedmix.core import aggregate, divergence, gate, health, objective, posterior, privacy, prune
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, keep_rows, rate_factor
 from fedmix.core.training import GroupBatch, train_client, train_group
@@ -21,6 +21,7 @@ from fedmix.core.types import Algorithm, Diagnosis, Examples, Message, Private, 
 from fedmix.errors import SettingError
 from fedmix.rng import Stream, stream
 
+POSTERIOR = {"q_zs", "phi", "c_shares"}  # what a reply holds beside weights
 WARM_START_NOISE = 0.1  # of each tensor's standard deviation: equal experts would never part
 
 
@@ -42,6 +43,7 @@ def fedmix(
     settings: FedmixSettings,
     client: ClientSettings,
     server: ServerSettings,
+    protection: PrivacySettings,
 ) -> Algorithm:
     """FedMix for this many clients and values of side information."""
     K = settings.experts
@@ -50,6 +52,7 @@ def fedmix(
     phi_optimizer = server_optimizer(server, settings.phi_lr, rows=True)
     prior = _public_prior(settings.prior, categories)
     shared_phi = settings.phi == "global" and settings.objective == "bound"
+    linear = server.aggregation == "linear"
 
     def frozen(name: str) -> bool:
         return name.startswith("expert.") and name.split(".", 2)[2] in model.frozen
@@ -82,15 +85,40 @@ def fedmix(
             tensors["phi"] = state.phi
         return Message(tensors, {"round": state.round + 1})
 
+    def newcomer(state: FedmixState, known: bool) -> Message:
+        """Where c tells clients apart, a new one starts from the mean of what the others returned."""
+        message = broadcast(state, None)
+        if known or not shared_phi:
+            return message
+        returned = state.q_zs[(state.q_zs != posterior.uniform(1, K)).any(dim=1)]
+        rows = returned if len(returned) else state.phi  # linear aggregation: only the server's own phi is known
+        return Message({**message.tensors, "phi": rows.mean(dim=0).expand(categories, K)}, message.numbers)
+
     def client_update(
         message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
+    ) -> tuple[Message, Private]:
+        return _train(message, private, data, rng, epochs, frozen)
+
+    def adapt(message: Message, private: Private, data: Examples, rng: Stream, epochs: int) -> tuple[Message, Private]:
+        """The gate, and with it phi, by the local objective (Inference at test time, second case)."""
+        reply, theta = _train(message, private, data, rng, epochs, lambda name: name.startswith("expert."))
+        phi = {"phi": reply.tensors["phi"]} if "phi" in reply.tensors else {}
+        return Message({**message.tensors, **phi}, message.numbers), theta
+
+    def _train(
+        message: Message,
+        private: Private,
+        data: Examples,
+        rng: Stream,
+        epochs: int | None,
+        frozen: Callable[[str], bool],
     ) -> tuple[Message, Private]:
         held = _held(message.tensors)
         t = int(message.numbers["round"])
         beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, t)
         shares = posterior.category_shares(data.c, categories)
         phi = message.tensors["phi"] if shared_phi else private.get("phi", posterior.uniform(categories, K))
-        params = {name: w for name, w in message.tensors.items() if name != "phi"}
+        params = {name: w for name, w in message.tensors.items() if name.startswith("expert.")}
         params |= {name: value for name, value in private.items() if name != "phi"}
 
         def loss_of(params: Mapping[str, Tensor], batch: Examples, phi: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,6 +245,24 @@ def fedmix(
                 tensors["c_shares"] = shares
         return Message(tensors, {"n": len(data), "loss": loss}), theta
 
+    def wrap(sent: Message, reply: Message, rng: Stream) -> Message:
+        tensors = dict(reply.tensors)
+        weights = {name: w for name, w in tensors.items() if name.startswith("expert.")}
+        if protection.clip:
+            weights = privacy.noisy_weights(sent.tensors, weights, protection.clip, protection.noise, rng)
+            tensors |= weights
+        if protection.noise:
+            for name in POSTERIOR & tensors.keys():
+                tensors[name] = privacy.noisy_rows(tensors[name], protection.noise, rng.child(name))
+        if linear:
+            n = reply.numbers["n"]
+            q = n * tensors["q_zs"]
+            for name, w in weights.items():  # N_s q(z=k|s) Delta_{k,s}
+                tensors[name] = q[int(name.split(".")[1])] * (sent.tensors[name] - w)
+            for name in POSTERIOR & tensors.keys():
+                tensors[name] = n * (tensors[name] - sent.tensors["phi"] if name == "phi" else tensors[name])
+        return Message(tensors, reply.numbers)
+
     def _exact_marginal(params: Mapping[str, Tensor], held: list[int], x: Tensor) -> Tensor:
         """p(z|s) = E_{x ~ D_s}[p(z|x,s)], the gate's softmax over all K as in training: [K]."""
         total = torch.zeros(K)
@@ -228,6 +274,8 @@ def fedmix(
 
     def server_update(state: FedmixState, replies: Sequence[Reply]) -> tuple[FedmixState, Diagnosis]:
         messages = [reply.message.tensors for reply in replies]
+        if linear:
+            return _update_from_sums(state, privacy.summed(messages))
         n_s = torch.tensor([reply.message.numbers["n"] for reply in replies])
         returned = torch.tensor([[k in held for k in range(K)] for held in map(_held, messages)])
         q_s = torch.stack([m["q_zs"] for m in messages])  # [S', K]
@@ -250,13 +298,16 @@ def fedmix(
         q_zs[[reply.client for reply in replies]] = q_s
         after = replace(state, round=state.round + 1, experts=tuple(experts), experts_opt=tuple(experts_opt), q_zs=q_zs)
         if shared_phi:
-            after = _phi_update(after, torch.stack([m["phi"] for m in messages]), p_s, _prior(messages, p_s))
+            phi_s = torch.stack([m["phi"] for m in messages])
+            moved_phi = posterior.mean_move(state.phi, phi_s, p_s)
+            after = _phi_update(after, moved_phi, posterior.rows_held(state.phi, phi_s), _prior(messages, p_s))
         use = (p_s @ q_s.to(p_s.dtype)).tolist()  # p(z) over the cohort
         detail = {
             "divergence_experts": per_expert,
             "divergence_layers": per_layer,
             "expert_use": use,
             "experts_returned": returned.sum(dim=0).tolist(),
+            "warnings": health.of_clients(q_zs, settings.eta, after.round, rounds),
         }
         return after, Diagnosis(sum(p * d for p, d in zip(use, per_expert, strict=True)), detail)
 
@@ -265,10 +316,27 @@ def fedmix(
             return prior
         return p_s @ torch.stack([m["c_shares"] for m in messages]).to(p_s.dtype)
 
-    def _phi_update(state: FedmixState, phi_s: Tensor, p_s: Tensor, p_c: Tensor) -> FedmixState:
+    def _update_from_sums(state: FedmixState, total: Params) -> tuple[FedmixState, Diagnosis]:
+        """The same update from sums over the cohort alone: of N_s q(z=k|s) Delta_{k,s}, N_s q(z=k|s), N_s (phi_s - phi)."""
+        of_experts = total["q_zs"]
+        n = of_experts.sum()
+        updated = []
+        for k, (w, opt) in enumerate(zip(state.experts, state.experts_opt, strict=True)):
+            moved = subtree(total, f"expert.{k}")
+            delta = {name: value / of_experts[k] for name, value in moved.items()}
+            updated.append(w_optimizer.update(w, delta, opt, 1.0) if of_experts[k] > 0 else (w, opt))
+        experts, experts_opt = (tuple(each) for each in zip(*updated, strict=True))
+        after = replace(state, round=state.round + 1, experts=experts, experts_opt=experts_opt)
+        if shared_phi:
+            p_c = total["c_shares"] / n if "c_shares" in total else prior
+            after = _phi_update(after, -total["phi"] / n, (total["phi"] != 0).any(dim=1), p_c)
+        return after, Diagnosis(
+            None, {"expert_use": (of_experts / n).tolist(), "warnings": health.of_use(of_experts / n)}
+        )
+
+    def _phi_update(state: FedmixState, moved: Tensor, held: Tensor, p_c: Tensor) -> FedmixState:
         """Adam on Delta_phi, back to the simplex; rows that nobody of the cohort holds keep value and Adam state."""
-        held = posterior.rows_held(state.phi, phi_s)
-        delta = posterior.phi_gradient(state.phi, phi_s, p_s, p_c, settings.entropy)
+        delta = posterior.phi_gradient(state.phi, moved, p_c, settings.entropy)
         new, opt = phi_optimizer.update({"phi": state.phi}, {"phi": delta}, state.phi_opt, 1.0)
         phi = keep_rows(held, posterior.to_simplex(new["phi"], settings.phi_floor), state.phi)
         phi_opt = {
@@ -281,11 +349,25 @@ def fedmix(
         logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
         return objective.log_mixture(logits, gate.log_gate(subtree(private, "gate"), features, held, over=held))
 
-    def predict_anonymous(message: Message, privates: Sequence[Private], p_s: Tensor, x: Tensor) -> Tensor:
-        held = _held(message.tensors)
-        logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
-        thetas: list[Mapping[str, Tensor]] = [subtree(private, "gate") for private in privates]
-        return objective.log_mixture(logits, gate.mean_log_gate(thetas, p_s, features, held))
+    def predict_anonymous(message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Tensor:
+        logits, features = model.apply_all(_experts(message), x, training=False)
+        thetas = [subtree(private, "gate") for private in privates]
+        return objective.log_mixture(logits, gate.mean_log_gate(thetas, log_p_s, features, list(range(K))))
+
+    def distil(message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Private:
+        """One gate for the clients' gates averaged with p(s), from inputs that the server may have."""
+        thetas = [subtree(private, "gate") for private in privates]
+        parts = []
+        with torch.no_grad():
+            for part in torch.split(x, 512):
+                features = model.apply_all(_experts(message), part, training=False)[1]
+                parts.append((features, gate.mean_log_gate(thetas, log_p_s, features, list(range(K))).exp()))
+        features = torch.cat([features for features, _ in parts], dim=1)
+        theta = gate.distil(features, torch.cat([target for _, target in parts]))
+        return {f"gate.{name}": value for name, value in theta.items()}
+
+    def _experts(message: Message) -> list[Params]:
+        return [subtree(message.tensors, f"expert.{k}") for k in range(K)]
 
     def warm_start(state: FedmixState, experts: Sequence[Params], rng: Stream) -> FedmixState:
         if len(experts) not in (1, K):
@@ -297,7 +379,8 @@ def fedmix(
         return replace(state, experts=tuple(fitting(w, like) for w, like in zip(experts, state.experts, strict=True)))
 
     def describe(state: FedmixState) -> dict[str, Any]:
-        return ({"q_zc": state.phi.tolist()} if shared_phi else {}) | {"q_zs": state.q_zs.tolist()}
+        q_zs = {} if linear else {"q_zs": state.q_zs.tolist()}  # linear: known to the clients alone
+        return ({"q_zc": state.phi.tolist()} if shared_phi else {}) | q_zs
 
     return Algorithm(
         name="fedmix",
@@ -305,6 +388,9 @@ def fedmix(
         new_client=new_client,
         broadcast=broadcast,
         client_update=client_update,
+        adapt=adapt,
+        newcomer=newcomer,
+        wrap=wrap,
         server_update=server_update,
         predict=predict,
         predict_anonymous=predict_anonymous,
@@ -312,6 +398,7 @@ def fedmix(
         describe=describe,
         experts=lambda state: state.experts,
         uses_private=True,
+        distil=distil,
         group_update=group_update if together and model.stackable else None,
     )
 

@@ -39,11 +39,31 @@ class ServerSettings:
 
     optimizer: str = "adam"
     server_lr: float = 0.001
+    aggregation: str = (
+        "clients"  # or "linear": the server needs only sums over clients, as secure aggregation gives them
+    )
 
     def __post_init__(self) -> None:
+        if self.aggregation not in ("clients", "linear"):
+            raise SettingError(one_of("server.aggregation", self.aggregation, ("clients", "linear")))
         if self.optimizer not in ("adam", "sgd", "average"):
             raise SettingError(one_of("server.optimizer", self.optimizer, ("adam", "sgd", "average")))
         require(self.server_lr > 0, "server.server_lr", "more than 0", self.server_lr)
+
+
+@dataclass(frozen=True)
+class PrivacySettings:
+    """What a client does to its answer before it leaves: its update clipped, Gaussian noise on all that it sends."""
+
+    clip: float = 0.0  # norm of a client's whole update; 0: not clipped
+    noise: float = 0.0  # standard deviation of the noise, as a multiple of how far apart two clients' answers can be
+    delta: float = 1e-5  # of the guarantee (epsilon, delta) that is reported
+
+    def __post_init__(self) -> None:
+        require(self.clip >= 0, "privacy.clip", "more than 0, or 0 for no clipping", self.clip)
+        require(self.noise >= 0, "privacy.noise", "0 or more", self.noise)
+        require(0 < self.delta < 1, "privacy.delta", "in (0, 1)", self.delta)
+        require(not self.noise or self.clip > 0, "privacy.clip", "more than 0 with privacy.noise", self.clip)
 
 
 @dataclass(frozen=True)

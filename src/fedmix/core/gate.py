@@ -3,7 +3,7 @@
 theta_s = (pi_s, A_s, b_s): pi_s on the simplex as a softmax of free numbers, A_s and b_s start at zero, so p(z|x,s) = 1/K.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,13 +40,16 @@ def log_gates(theta: Mapping[str, Tensor], features: Tensor) -> Tensor:
 
 
 def mean_log_gate(
-    thetas: list[Mapping[str, Tensor]], p_s: Tensor, features: Tensor, held: list[int], chunk: int = 64
+    thetas: Sequence[Mapping[str, Tensor]], log_p_s: Tensor, features: Tensor, held: list[int], chunk: int = 64
 ) -> Tensor:
     """log sum_s p(s) p(z|x,s): the gates of all clients averaged (Inference at test time). -> [B, K']
+
+    log_p_s: log p(s) [S], or log p(s|x) [B, S] (sec:NewShardInf, 'Using a Generative Model').
 
     One batched product over clients, `chunk` of them at a time so that memory does not grow with S.
     """
     total: Tensor | None = None
+    weights = log_p_s.to(features.dtype).view(-1, len(thetas)).T.unsqueeze(2)  # [S, 1 or B, 1]
     for start in range(0, len(thetas), chunk):
         part = thetas[start : start + chunk]
         pi = torch.softmax(torch.stack([theta["pi"][held] for theta in part]), dim=1)  # [S, K']
@@ -54,9 +57,30 @@ def mean_log_gate(
         b = torch.stack([theta["b"][held] for theta in part])  # [S, K']
         h = torch.einsum("sk,kbh->sbh", pi, features)
         log_p = torch.log_softmax(torch.baddbmm(b.unsqueeze(1), h, A), dim=2)  # [S, B, K']
-        log_w = torch.log(p_s[start : start + chunk].to(log_p.dtype)).view(-1, 1, 1)
+        log_w = weights[start : start + chunk]
         mean = torch.logsumexp(log_p + log_w, dim=0)
         total = mean if total is None else torch.logaddexp(total, mean)
     if total is None:
         raise ValueError("no client's gate was given to average")
     return total
+
+
+def distil(features: Tensor, target: Tensor, steps: int = 100) -> Params:
+    """One gate theta that does what many did together: least KL(target || p(z|x)) over the points given.
+
+    features [K, B, H], target [B, K], the gates' mean -> pi, A, b as of any client. The whole batch in every step of
+    L-BFGS: nothing to tune. A little weight decay keeps A finite where the target is all but certain.
+    """
+    held = list(range(len(features)))
+    theta = {name: value.requires_grad_() for name, value in new_gate(features.shape[2], len(features)).items()}
+    optimizer = torch.optim.LBFGS(list(theta.values()), max_iter=steps, history_size=20, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = -(target * log_gate(theta, features, held)).sum(dim=1).mean() + 1e-5 * theta["A"].square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return {name: value.detach() for name, value in theta.items()}

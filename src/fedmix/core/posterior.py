@@ -63,13 +63,18 @@ def entropy_gradient(phi: Tensor, p_c: Tensor) -> Tensor:
     return -p_c.to(phi.dtype).unsqueeze(1) * (log_m + 1).unsqueeze(0)
 
 
-def phi_gradient(phi: Tensor, phi_s: Tensor, p_s: Tensor, p_c: Tensor, entropy: float) -> Tensor:
+def mean_move(phi: Tensor, phi_s: Tensor, p_s: Tensor) -> Tensor:
+    """sum_s p(s) (phi - phi_s): phi [C, K], phi_s [S', C, K], p_s [S'] -> [C, K]."""
+    return (p_s.to(phi.dtype).view(-1, 1, 1) * (phi.unsqueeze(0) - phi_s)).sum(0)
+
+
+def phi_gradient(phi: Tensor, moved: Tensor, p_c: Tensor, entropy: float) -> Tensor:
     """Delta_phi of Algorithm 1: sum_s p(s) (phi - phi_s) - entropy * grad H, in the simplex's tangent space.
 
-    phi [C, K], phi_s [S', C, K], p_s [S'] -> [C, K]. The mean over k is taken out: a part constant in k cannot move a
+    phi [C, K], the first term `moved` [C, K] -> [C, K]. The mean over k is taken out: a part constant in k cannot move a
     point of the simplex, yet would drown the rest in Adam's second moment.
     """
-    delta = (p_s.to(phi.dtype).view(-1, 1, 1) * (phi.unsqueeze(0) - phi_s)).sum(0)
+    delta = moved
     if entropy:
         delta = delta - entropy * entropy_gradient(phi, p_c)
     return delta - delta.mean(dim=1, keepdim=True)

@@ -51,6 +51,10 @@ class Clients(Protocol):
     """Where an engine finds a client's data. `part` is 'train', 'validation' or 'test'."""
 
     def examples(self, client: int, part: str) -> Examples: ...
+    def unit(self, x: Tensor) -> Tensor:
+        """A model's inputs brought back to numbers in [0, 1], as a density model of pixels takes them."""
+        ...
+
     def to(self, device: torch.device) -> "Clients":
         """The same data, placed on a device."""
         ...
@@ -88,7 +92,15 @@ class Algorithm:
     client_update      (message, private, train data, stream, epochs) -> (reply, private); epochs None: the recipe's own
     server_update      (state, replies) -> (state, diagnosis)
     predict            (message or reply, private, x) -> log p(y | x, s) [B, classes]
-    predict_anonymous  (message, private states, p(s), x) -> log p(y | x) [B, classes]: no client identity
+    adapt              (message, private, labelled data, stream, epochs) -> (message, private) of a client that trains its
+                       private parts alone; what is shared stays as it is
+    newcomer           (state, whether its side information has values that training knows) -> what a client is sent that
+                       never took part
+    wrap               (what was sent, reply, stream) -> the reply as it crosses the wire: noise, weighted sums
+    predict_anonymous  (message, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y | x) [B, classes]: no
+                       client identity
+    distil             (message, private states, log p(s), inputs) -> one private state that does in place of all of
+                       them; None: the method has no gates
     warm_start         (state, expert parameters of another run, stream) -> state
     describe           (state) -> what a reader of metrics wants to see of the state, as plain lists
     experts            (state) -> the shared models' parameters, one dict for each expert
@@ -102,6 +114,9 @@ class Algorithm:
     new_client: Callable[[int], Private]
     broadcast: Callable[[State, int | None], Message]
     client_update: Callable[[Message, Private, Examples, Stream, int | None], tuple[Message, Private]]
+    adapt: Callable[[Message, Private, Examples, Stream, int], tuple[Message, Private]]
+    newcomer: Callable[[State, bool], Message]
+    wrap: Callable[[Message, Message, Stream], Message]
     server_update: Callable[[State, Sequence[Reply]], tuple[State, Diagnosis]]
     predict: Callable[[Message, Private, Tensor], Tensor]
     predict_anonymous: Callable[[Message, Sequence[Private], Tensor, Tensor], Tensor]
@@ -109,4 +124,5 @@ class Algorithm:
     describe: Callable[[State], dict[str, Any]]
     experts: Callable[[State], tuple[Params, ...]]
     uses_private: bool
+    distil: Callable[[Message, Sequence[Private], Tensor, Tensor], Private] | None = None
     group_update: GroupUpdate | None = None

@@ -53,6 +53,15 @@ class Federation:
         """What a model is given for these points: numbers as they are, images of bytes normalised."""
         return normalised(self.x[index], self.mean, self.std)
 
+    def unit(self, x: Tensor) -> Tensor:
+        """A model's inputs brought back to numbers in [0, 1]: bytes of images before they were normalised."""
+        if self.mean:
+            shift, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (self.mean, self.std))
+            return (x * scale + shift).clamp(0, 1)
+        if not ((x >= 0) & (x <= 1)).all():
+            raise DataError("a density model of the inputs needs images, or numbers in [0, 1]. These are neither.")
+        return x
+
     def digest(self) -> str:
         """A fingerprint of who holds what: inputs, labels, side information, parts."""
         state = hashlib.blake2b(digest_size=16)

@@ -7,8 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedmix.core.score import score
 from fedmix.core.tree import placed
 from fedmix.core.types import Algorithm, Clients, Examples, Message, Private
+from fedmix.core.vae import train_vae
 from fedmix.errors import ClientError, StepError
 from fedmix.rng import Stream, stream
 
@@ -21,23 +23,32 @@ class Task:
     """What the server asks of one client.
 
     train: an update, and a score of the updated weights on validation data (the proxy of the learning curves).
-    evaluate: a score on `part`, after `finetune` epochs of training that are then forgotten.
+    evaluate: a score on `part`, after `adapt` epochs of its private parts alone and `finetune` epochs of everything, on
+    `points` of its labelled points (0: all), all of which is then forgotten.
+    density: a generative model of the client's inputs (core.vae).
     """
 
-    kind: Literal["train", "evaluate"]
+    kind: Literal["train", "evaluate", "density"]
     round: int
     client: int
     message: Message
     part: str = "validation"
     finetune: int = 0
+    adapt: int = 0
+    points: int = 0
 
     @property
     def trains(self) -> bool:
         return self.kind == "train" or self.finetune > 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is for one client by itself, whatever others do at the same time."""
+        return self.kind == "density" or self.adapt > 0 or self.points > 0 or not self.trains
+
     def stream(self, seed: int) -> Stream:
         rng = stream(seed, "round", self.round, "client", self.client)
-        return rng if self.kind == "train" else rng.child("finetune")
+        return rng if self.kind == "train" else rng.child("finetune" if self.kind == "evaluate" else self.kind)
 
 
 Answer = tuple[Message, Private]  # what goes to the server, and the client's private state after it
@@ -48,15 +59,35 @@ def perform(
 ) -> Answer:
     """What a client answers. An error names client, round and step. `clients` are on the device already."""
     try:
+        rng = task.stream(seed)
+        if task.kind == "density":
+            return _density(clients, task, rng), private
         updated = task.message.to(device), placed(private, device)
-        if task.trains:
-            train = clients.examples(task.client, "train")
-            updated = algorithm.client_update(*updated, train, task.stream(seed), task.finetune or None)
-        return _answer(algorithm, clients, task, private, updated)
+        if task.trains or task.adapt:
+            train = _labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
+            if task.adapt:
+                updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
+            if task.trains:
+                updated = algorithm.client_update(*updated, train, rng, task.finetune or None)
+        return _answer(algorithm, clients, seed, task, private, updated)
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
     except Exception as error:
         raise ClientError(f"client {task.client}, round {task.round}: {type(error).__name__}: {error}") from error
+
+
+def _labelled(train: Examples, points: int, rng: Stream) -> Examples:
+    """Some of a client's points; fewer of them are always among more of them."""
+    if not 0 < points < len(train):
+        return train
+    index = torch.from_numpy(rng.permutation(len(train))[:points]).to(train.x.device)
+    return Examples(train.x[index], train.y[index], train.c[index], train.augment)
+
+
+def _density(clients: Clients, task: Task, rng: Stream) -> Message:
+    train, judged = (clients.unit(clients.examples(task.client, part).x).flatten(1) for part in ("train", "validation"))
+    weights, epochs = train_vae(train, judged, rng)
+    return Message(placed(weights, CPU), {"epochs": epochs})
 
 
 def perform_group(
@@ -68,7 +99,7 @@ def perform_group(
     device: torch.device = CPU,
 ) -> list[Answer]:
     """The same for several clients with tasks of one kind, side by side where the method can; else one after the other."""
-    if len(tasks) > 1 and tasks[0].trains and algorithm.group_update:
+    if len(tasks) > 1 and not tasks[0].alone and algorithm.group_update:
         data = [clients.examples(task.client, "train") for task in tasks]
         messages, rngs = [task.message.to(device) for task in tasks], [task.stream(seed) for task in tasks]
         own = [placed(private, device) for private in privates]
@@ -76,7 +107,7 @@ def perform_group(
             updated = algorithm.group_update(messages, own, data, rngs, tasks[0].finetune or None)
             if updated is not None:
                 return [
-                    _answer(algorithm, clients, task, private, each)
+                    _answer(algorithm, clients, seed, task, private, each)
                     for task, private, each in zip(tasks, privates, updated, strict=True)
                 ]
         except Exception:  # one of them fails: taken one by one, the error names it
@@ -84,25 +115,16 @@ def perform_group(
     return [perform(algorithm, clients, seed, task, own, device) for task, own in zip(tasks, privates, strict=True)]
 
 
-def _answer(algorithm: Algorithm, clients: Clients, task: Task, private: Private, updated: Answer) -> Answer:
+def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, updated: Answer) -> Answer:
     """Training: the reply with a score. Evaluation: the score alone, and the private state as it was."""
     message, after = updated
-    score = evaluate(algorithm, message, after, clients.examples(task.client, task.part))
-    if task.kind == "train":
-        return Message(message.to(CPU).tensors, {**message.numbers, **score}), placed(after, CPU)
-    return Message({}, score), private
-
-
-def evaluate(algorithm: Algorithm, message: Message, private: Private, data: Examples) -> dict[str, float]:
-    """How many of the client's points are right, of how many, and their summed negative log-likelihood."""
-    if not len(data):
-        return {"correct": 0.0, "points": 0.0, "nll": 0.0}
-    log_p = predict(algorithm, message, private, data.x)
-    return {
-        "correct": float((log_p.argmax(dim=1) == data.y).sum()),
-        "points": float(len(data)),
-        "nll": float(-log_p.gather(1, data.y.unsqueeze(1)).sum()),
-    }
+    data = clients.examples(task.client, task.part)
+    scored = score(predict(algorithm, message, after, data.x) if len(data) else data.x, data.y)
+    if task.kind != "train":
+        return Message({}, scored), private
+    sent = task.message.to(data.x.device)
+    reply = algorithm.wrap(sent, message, task.stream(seed).child("noise")).to(CPU)
+    return Message(reply.tensors, {**reply.numbers, **scored}), placed(after, CPU)
 
 
 def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ class LocalEngine:
 
     def _groups(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
         """Tasks that go to a worker together: a few where clients train side by side, else one."""
-        size = min(-(-len(tasks) // GROUPS), LARGEST_GROUP) if self._side_by_side and tasks[0].trains else 1
+        together = self._side_by_side and not tasks[0].alone
+        size = min(-(-len(tasks) // GROUPS), LARGEST_GROUP) if together else 1
         return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
     def _order(self, task: Task) -> dict[str, Any]:
@@ -106,6 +107,8 @@ class LocalEngine:
                 "client": task.client,
                 "part": task.part,
                 "finetune": task.finetune,
+                "adapt": task.adapt,
+                "points": task.points,
             },
             "tensors": self._down.lay(task.message.tensors),
             "numbers": dict(task.message.numbers),

@@ -51,16 +51,16 @@ def build(
 
 
 def build_algorithm(recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor) -> Algorithm:
-    name, client, server = recipe.algorithm, recipe.training, recipe.server
+    name, how = recipe.algorithm, (recipe.training, recipe.server, recipe.privacy)
     if name == "fedmix":
-        return fedmix(model, clients, categories, recipe.rounds, recipe.fedmix, client, server)
+        return fedmix(model, clients, categories, recipe.rounds, recipe.fedmix, *how)
     rules: dict[str, Callable[[], Locality]] = {
         "fedavg": nothing_local,
         "biased-fedavg": lambda: output_bias(model),
         "local-global": lambda: named_layers(model, recipe.local_global, example),
         "independent": lambda: everything_local(model),
     }
-    return fedavg(name, rules[name](), model, recipe.rounds, client, server)
+    return fedavg(name, rules[name](), model, recipe.rounds, *how)
 
 
 def build_model(

@@ -2,89 +2,139 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fedmix.core.score import LOWER_IS_BETTER, MEASURES, score
 from fedmix.core.tree import nbytes
-from fedmix.core.types import Algorithm, State
+from fedmix.core.types import Algorithm, Private, State
 from fedmix.data.federation import Federation
 from fedmix.engines.client import CHUNK, Task
+from fedmix.engines.store import Store
 from fedmix.experiment.loop import Engine
+
+Numbers = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Accuracy of each client on its own points; clients without points are left out."""
+    """Each client's score on its own points (core.score); clients without points are left out."""
 
-    clients: Sequence[int]
-    accuracy: Sequence[float]
+    of: Mapping[int, Numbers]
 
-    def summary(self) -> dict[str, float | None]:
+    def values(self, measure: str = "accuracy") -> list[float]:
+        return [numbers[measure] for numbers in self.of.values()]
+
+    def summary(self, measure: str = "accuracy") -> dict[str, float | None]:
         """Mean, standard deviation and worst decile over clients."""
-        if not self.accuracy:
+        values = self.values(measure)
+        if not values:
             return {"mean": None, "std": None, "worst_decile": None}
-        values = torch.tensor(self.accuracy, dtype=torch.float64)
-        return {
-            "mean": float(values.mean()),
-            "std": float(values.std(correction=0)),
-            "worst_decile": worst_decile(self.accuracy),
-        }
+        worst = worst_decile(values, measure in LOWER_IS_BETTER)
+        return {"mean": float(np.mean(values)), "std": float(np.std(values)), "worst_decile": worst}
+
+    def summaries(self) -> dict[str, dict[str, float | None]]:
+        return {measure: self.summary(measure) for measure in MEASURES}
 
 
-def worst_decile(values: Sequence[float]) -> float:
+def worst_decile(values: Sequence[float], lower_is_better: bool = False) -> float:
     """Mean over the worst ceil(S/10) clients."""
-    worst = sorted(values)[: math.ceil(len(values) / 10)]
+    worst = sorted(values, reverse=lower_is_better)[: math.ceil(len(values) / 10)]
     return sum(worst) / len(worst)
 
 
+def scores_of(numbers: Mapping[int, Numbers]) -> Scores:
+    return Scores({s: numbers[s] for s in sorted(numbers) if numbers[s]["points"]})
+
+
 def client_scores(
-    algorithm: Algorithm, engine: Engine, state: State, clients: int, part: str, t: int, finetune: int = 0
+    algorithm: Algorithm,
+    engine: Engine,
+    state: State,
+    clients: Sequence[int],
+    part: str,
+    t: int,
+    finetune: int = 0,
 ) -> Scores:
-    """Every client on its own `part`: the server's weights with its private parts, fine-tuned for some epochs or not."""
-    tasks = [
-        Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in range(clients)
-    ]
-    return scores_of({s: answer.numbers for s, answer in enumerate(engine.run(tasks))})
+    """Clients on their own `part`: the server's weights with their private parts, fine-tuned for some epochs or not."""
+    tasks = [Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in clients]
+    return scores_of({s: answer.numbers for s, answer in zip(clients, engine.run(tasks), strict=True)})
 
 
-def scores_of(numbers: Mapping[int, Mapping[str, float]]) -> Scores:
-    """From {client: its `correct` and `points`}."""
-    seen = [s for s in sorted(numbers) if numbers[s]["points"]]
-    return Scores(seen, [numbers[s]["correct"] / numbers[s]["points"] for s in seen])
+@dataclass(frozen=True)
+class Crowd:
+    """The clients that ever took part, as the server knows them where they share their private states: p(s) = N_s/N."""
+
+    privates: Sequence[Private]
+    log_p_s: Tensor  # [S]
+    clients: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """What they handed over."""
+        return sum(nbytes(private) for private in self.privates)
+
+
+NOT_SHARED = "it needs the clients' private state, which evaluation.share_private does not allow"
+
+
+def crowd(algorithm: Algorithm, store: Store, federation: Federation, share_private: bool) -> Crowd | None:
+    """None: what it needs may not leave the clients."""
+    if algorithm.uses_private and not share_private:
+        return None
+    took_part = store.clients()
+    sizes = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
+    return Crowd([store.get(s, {}) for s in took_part], torch.log(sizes / sizes.sum()), took_part)
+
+
+def on_union(
+    federation: Federation, clients: Sequence[int], part: str, predict: Callable[[Tensor], Tensor]
+) -> tuple[Numbers, Scores]:
+    """Clients' `part`, all points alike whoever they belong to: the score of the union, and client by client."""
+    own = [federation.parts[part][s] for s in clients]
+    index = torch.from_numpy(np.concatenate(own)) if own else torch.zeros(0, dtype=torch.int64)
+    if not len(index):
+        return {"points": 0.0}, Scores({})
+    with torch.no_grad():
+        log_p = torch.cat([predict(federation.inputs(some)) for some in torch.split(index, CHUNK)])
+    y = federation.y[index]
+    sizes = [len(points) for points in own]
+    each = zip(clients, torch.split(log_p, sizes), torch.split(y, sizes), strict=True)
+    return score(log_p, y), scores_of({s: score(log_p_s, y_s) for s, log_p_s, y_s in each})
 
 
 @dataclass(frozen=True)
 class GlobalScore:
-    accuracy: float | None
+    numbers: Numbers | None
     why: str  # why there is no number, or ""
     bytes: int  # private state that clients handed over for it
 
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.numbers is None else self.numbers["accuracy"]
+
 
 def global_score(
-    algorithm: Algorithm, engine: Engine, state: State, federation: Federation, part: str, share_private: bool
+    algorithm: Algorithm, store: Store, state: State, federation: Federation, part: str, share_private: bool
 ) -> GlobalScore:
     """The union of all clients' `part` without client identity; p(s) = N_s/N over clients that ever took part."""
-    if algorithm.uses_private and not share_private:
-        return GlobalScore(
-            None, "it needs the clients' private state, which evaluation.share_private does not allow", 0
-        )
-    everything = torch.from_numpy(np.concatenate(federation.parts[part]))
-    if not len(everything):
-        return GlobalScore(None, f"no client has {part} data", 0)
-    took_part = engine.store.clients()
-    privates = [engine.store.get(s, {}) for s in took_part]
-    p_s = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
+    known = crowd(algorithm, store, federation, share_private)
+    if known is None:
+        return GlobalScore(None, NOT_SHARED, 0)
     message = algorithm.broadcast(state, None)
-    correct = 0
-    with torch.no_grad():
-        for index in torch.split(everything, CHUNK):
-            log_p = algorithm.predict_anonymous(message, privates, p_s / p_s.sum(), federation.inputs(index))
-            correct += int((log_p.argmax(dim=1) == federation.y[index]).sum())
-    return GlobalScore(correct / len(everything), "", sum(nbytes(private) for private in privates))
+
+    def predict(x: Tensor) -> Tensor:
+        return algorithm.predict_anonymous(message, known.privates, known.log_p_s, x)
+
+    numbers, _ = on_union(federation, range(len(federation)), part, predict)
+    if not numbers["points"]:
+        return GlobalScore(None, f"no client has {part} data", 0)
+    return GlobalScore(numbers, "", known.nbytes)
 
 
 def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> dict[str, Any]:

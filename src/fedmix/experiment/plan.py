@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedmix.algorithms.fedmix import POSTERIOR
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
 from fedmix.engines.local import cores
@@ -24,7 +25,6 @@ from fedmix.experiment.recipe import Recipe
 from fedmix.rng import stream
 
 MEASURE_SECONDS = 2.0
-POSTERIOR = {"phi", "q_zs", "c_shares"}  # what FedMix sends beside weights
 
 
 @dataclass(frozen=True)

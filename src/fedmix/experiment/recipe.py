@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from fedmix.algorithms.settings import (
     ClientSettings,
     FedmixSettings,
     LocalGlobalSettings,
+    PrivacySettings,
     ServerSettings,
     require,
 )
@@ -110,11 +112,13 @@ class EvaluationSettings:
 
     every: int = 5  # rounds between evaluations; the last round is always one
     finetune_epochs: int = 1  # of the server's weights, before local accuracy is measured
+    adapt_steps: int = 100  # at least so many steps of a new client's gate on its labelled points
     share_private: bool = False  # clients hand their private state over for it: global accuracy needs that
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "evaluation.every", "1 or more", self.every)
         require(self.finetune_epochs >= 1, "evaluation.finetune_epochs", "1 or more", self.finetune_epochs)
+        require(self.adapt_steps >= 1, "evaluation.adapt_steps", "1 or more", self.adapt_steps)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class Recipe:
     model: ModelSettings = field(default_factory=ModelSettings)
     training: ClientSettings = field(default_factory=ClientSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     fedmix: FedmixSettings = field(default_factory=FedmixSettings)
     local_global: LocalGlobalSettings = field(default_factory=LocalGlobalSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -157,6 +162,9 @@ class Recipe:
         require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
         require(self.seed >= 0, "seed", "0 or more", self.seed)
         require(self.clients_per_round >= 0, "clients_per_round", "1 or more, or 0 for all", self.clients_per_round)
+        if self.server.aggregation == "linear":
+            must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
+            require(self.algorithm != "fedmix" or self.fedmix.eta == 0, "fedmix.eta", must, self.fedmix.eta)
 
 
 def shipped() -> list[str]:
@@ -242,11 +250,29 @@ def parse_changes(items: Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise SettingError(f"--set must be key=value, as in fedmix.eta=0.5. Got {item!r} instead.")
-        try:
-            changes[key.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            changes[key.strip()] = text.strip()
+        changes[key.strip()] = _value(text)
     return changes
+
+
+def parse_grid(items: Iterable[str]) -> dict[str, list[Any]]:
+    """['fedmix.eta=0,0.5'] -> {'fedmix.eta': [0, 0.5]}: every value that a setting is to take. Lists keep their brackets."""
+    grid: dict[str, list[Any]] = {}
+    for key, text in ((item.partition("=")[0].strip(), item.partition("=")[2]) for item in items):
+        if not key or not text.strip():
+            raise SettingError(f"--set must be key=value,value,..., as in fedmix.eta=0,0.5. Got {key!r} instead.")
+        values = [_value(part) for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+        if len(set(map(repr, values))) != len(values):
+            raise SettingError(f"--set {key} must name each value once. Got {text!r} instead.")
+        grid[key] = values
+    return grid
+
+
+def _value(text: str) -> Any:
+    """As in TOML, or a bare word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
 
 
 def dump_recipe(recipe: Recipe) -> str:

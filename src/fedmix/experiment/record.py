@@ -27,6 +27,10 @@ FILES = {
     "clients",
     "lock",
     "report.html",
+    "evaluation.json",
+    "new-clients.png",
+    "audit.json",
+    "audit.png",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedmix.core.score import MEASURES
 from fedmix.core.tree import Params
 from fedmix.core.types import State
 from fedmix.engines.local import LocalEngine, cores
@@ -18,6 +19,7 @@ from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore, Store
 from fedmix.errors import SettingError, one_of
 from fedmix.experiment import evaluate
+from fedmix.experiment.accounting import accountant_or_complain, guarantee
 from fedmix.experiment.build import Experiment
 from fedmix.experiment.checkpoint import Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
@@ -64,10 +66,18 @@ def check(experiment: Experiment, engine: str, workers: int | None, device: str 
     if workers is not None and workers < 1:
         raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
     if experiment.recipe.warm_start:
-        state = experiment.algorithm.init(experiment.recipe.seed)
-        experiment.algorithm.warm_start(
-            state, _other_runs_experts(experiment), stream(experiment.recipe.seed, "warm start")
-        )
+        starting_state(experiment)
+    if experiment.recipe.privacy.noise:
+        accountant_or_complain()
+
+
+def starting_state(experiment: Experiment) -> State:
+    """The server's state before round 1: new, or from the experts of another run."""
+    recipe, algorithm = experiment.recipe, experiment.algorithm
+    state = algorithm.init(recipe.seed)
+    if recipe.warm_start:
+        state = algorithm.warm_start(state, _other_runs_experts(experiment), stream(recipe.seed, "warm start"))
+    return state
 
 
 def _reachable(device: str) -> bool:
@@ -113,8 +123,8 @@ def run(
         for client, private in found.clients.items():
             store.put(client, private)
         store.take_changed()
-    elif recipe.warm_start:
-        state = algorithm.warm_start(state, _other_runs_experts(experiment), stream(recipe.seed, "warm start"))
+    else:
+        state = starting_state(experiment)
     directory.cut_metrics(state.round)
 
     with (
@@ -144,7 +154,7 @@ def run(
 
 
 def _score(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {name: numbers[name] for name in ("correct", "points")}
+    return {name: numbers[name] for name in ("points", *MEASURES) if name in numbers}
 
 
 def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +171,10 @@ def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[st
     }
     if step.t % recipe.evaluation.every == 0 or step.t == recipe.rounds:
         began = time.perf_counter()
-        server = evaluate.client_scores(algorithm, engine, step.state, len(federation), "validation", step.t)
-        whole = evaluate.global_score(
-            algorithm, engine, step.state, federation, "validation", recipe.evaluation.share_private
-        )
+        everyone = range(len(federation))
+        server = evaluate.client_scores(algorithm, engine, step.state, everyone, "validation", step.t)
+        shared = recipe.evaluation.share_private
+        whole = evaluate.global_score(algorithm, engine.store, step.state, federation, "validation", shared)
         line["accuracy"] = {
             "local": evaluate.scores_of({int(s): numbers for s, numbers in proxy.items()}).summary(),
             "server": server.summary(),
@@ -182,11 +192,11 @@ def summarise(
     """summary.json: what came out, on test data, and what it cost."""
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
     lines = directory.metrics()
-    everyone = len(federation)
+    everyone = range(len(federation))
     server = evaluate.client_scores(algorithm, engine, state, everyone, "test", recipe.rounds)
     epochs = recipe.evaluation.finetune_epochs
     local = evaluate.client_scores(algorithm, engine, state, everyone, "test", recipe.rounds, finetune=epochs)
-    whole = evaluate.global_score(algorithm, engine, state, federation, "test", recipe.evaluation.share_private)
+    whole = evaluate.global_score(algorithm, engine.store, state, federation, "test", recipe.evaluation.share_private)
     described = algorithm.describe(state)
     summary: dict[str, Any] = {
         "algorithm": recipe.algorithm,
@@ -194,7 +204,7 @@ def summarise(
         "scale": recipe.scale,
         "rounds": recipe.rounds,
         "seed": recipe.seed,
-        "clients": everyone,
+        "clients": len(federation),
         "parameters": experiment.model.parameters,
         "bytes_down": sum(line["bytes_down"] for line in lines),
         "bytes_up": sum(line["bytes_up"] for line in lines),
@@ -202,12 +212,16 @@ def summarise(
         "loss": lines[-1]["loss"],
         "accuracy": {"local": local.summary(), "server": server.summary(), "global": whole.accuracy},
         "accuracy_of_clients": {
-            name: {federation.names[s]: value for s, value in zip(scores.clients, scores.accuracy, strict=True)}
+            name: {federation.names[s]: numbers["accuracy"] for s, numbers in scores.of.items()}
             for name, scores in (("local", local), ("server", server))
         },
+        "scores": {"local": local.summaries(), "server": server.summaries(), "global": whole.numbers},
         "seconds": round(carried["seconds"], 2),
         **described,
+        "warnings": lines[-1].get("warnings", []),
     }
+    if recipe.privacy.noise:
+        summary["privacy"] = guarantee(recipe, (line["clients"] for line in lines))
     if whole.why:
         summary["notes"] = {"accuracy.global": whole.why}
     if federation.groups is not None:

@@ -31,43 +31,47 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_method: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for summary in summaries:
         by_method[summary["algorithm"]].append(summary)
-    rows = []
-    for method, runs in by_method.items():
-        row: dict[str, Any] = {"algorithm": method, **{key: runs[0][key] for key in ("recipe", "scale", "rounds")}}
-        row["seeds"] = [run["seed"] for run in runs]
-        for column, path in COLUMNS.items():
-            row[column.replace(" ", "_")] = _spread([_at(run, path) for run in runs])
-        row["gib"] = _spread([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs])
-        found = [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
-        if found:
-            row["adjusted_rand_index"] = _spread(found)
-        rows.append(row)
-    return rows
+    return [{"algorithm": method, **over_seeds(runs)} for method, runs in by_method.items()]
+
+
+def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The paper's columns of runs that differ in their seed alone: mean and standard deviation."""
+    row: dict[str, Any] = {key: runs[0][key] for key in ("recipe", "scale", "rounds")}
+    row["seeds"] = [run["seed"] for run in runs]
+    for column, path in COLUMNS.items():
+        row[column.replace(" ", "_")] = _spread([_at(run, path) for run in runs])
+    row["gib"] = _spread([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs])
+    found = [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
+    if found:
+        row["adjusted_rand_index"] = _spread(found)
+    return row
+
+
+def scores_cells(row: Mapping[str, Any]) -> list[str]:
+    """Of a row over seeds: accuracies, rounds, GiB."""
+    gib = row["gib"]["mean"]
+    cells = [percent(row[column.replace(" ", "_")]) for column in COLUMNS]
+    return [*cells, str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}"]
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile beside it."""
     title = Text(f"{rows[0]['recipe']}: test accuracy and communication")
-    table = Table(title=title, caption=_caption(rows), caption_justify="left")
+    table = Table(title=title, caption=caption(rows), caption_justify="left")
     table.add_column("method")
-    for column in COLUMNS:
+    for column in (*COLUMNS, "rounds", "GiB"):
         table.add_column(column, justify="right")
-    table.add_column("rounds", justify="right")
-    table.add_column("GiB", justify="right")
     clusters = any("adjusted_rand_index" in row for row in rows)
     if clusters:
         table.add_column("groups found", justify="right")
     for row in rows:
-        cells = [_percent(row[column.replace(" ", "_")]) for column in COLUMNS]
-        gib = row["gib"]["mean"]
         last = [_number(row.get("adjusted_rand_index"))] if clusters else []
-        table.add_row(
-            NAMES[row["algorithm"]], *cells, str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}", *last
-        )
+        table.add_row(NAMES[row["algorithm"]], *scores_cells(row), *last)
     return table
 
 
-def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+def caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the columns mean."""
     seeds = max(len(row["seeds"]) for row in rows)
     lines = [
         "local: after fine-tuning on the client; server: server weights with the client's private parts;",
@@ -184,7 +188,7 @@ def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
     }
 
 
-def _percent(value: Mapping[str, float | None]) -> str:
+def percent(value: Mapping[str, float | None]) -> str:
     if value["mean"] is None:
         return "-"
     return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if value["std"] is not None else "")

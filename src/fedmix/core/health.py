@@ -1,0 +1,42 @@
+"""Experts that go wrong, said in words: one takes all, one is used by nobody, one was pruned away everywhere."""
+
+import torch
+from torch import Tensor
+
+from fedmix.core import posterior, prune
+
+COLLAPSED = 0.95  # of all use in one expert
+IDLE = 0.05  # of an equal share, 1/K
+PREMATURE = 0.25  # of the rounds
+
+
+def of_clients(q_zs: Tensor, eta: float, t: int, rounds: int) -> list[str]:
+    """What is wrong after round t, from what each client last returned [S, K]; clients that never took part have 1/K."""
+    experts = q_zs.shape[1]
+    seen = (q_zs != posterior.uniform(1, experts)).any(dim=1)
+    troubles = of_use(q_zs[seen].mean(dim=0)) if bool(seen.any()) else []
+    if not eta:
+        return troubles
+    dropped = sorted(set(range(experts)).difference(*(prune.kept(q, eta, slack=prune.SERVER_SLACK) for q in q_zs)))
+    if dropped:
+        when = "premature pruning" if t <= PREMATURE * rounds else "pruned away"
+        which = f"{_named(dropped)} dropped by every client by round {t} of {rounds}"
+        troubles.append(f"{when}: {which}; nobody trains it any more")
+    return troubles
+
+
+def of_use(use: Tensor) -> list[str]:
+    """What is wrong with the marginal use of each expert [K]."""
+    experts = len(use)
+    if experts == 1:
+        return []
+    most = int(torch.argmax(use))
+    if float(use[most]) > COLLAPSED:
+        return [f"collapse: expert {most} has {100 * float(use[most]):.0f} % of all use"]
+    idle = [k for k, share in enumerate(use.tolist()) if share < IDLE / experts]
+    return [f"idle: {_named(idle)} used by almost nobody"] if idle else []
+
+
+def _named(experts: list[int]) -> str:
+    words = ", ".join(map(str, experts))
+    return f"expert {words} is" if len(experts) == 1 else f"experts {words} are"

@@ -1,0 +1,297 @@
+"""What the server could have learnt of the clients' labels: attacks on replies replayed from the run's own start and seed.
+
+A server that follows the protocol and looks at what it gets (sec:privacy, 'Privacy implications'). With
+server.aggregation = "linear" it gets sums over a cohort, and what they say of their members.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmix.core.privacy import summed
+from fedmix.core.types import Message, State
+from fedmix.engines.client import Task
+from fedmix.engines.store import MemoryStore, Store
+from fedmix.experiment import leakage
+from fedmix.experiment.accounting import guarantee
+from fedmix.experiment.build import Experiment, build_algorithm
+from fedmix.experiment.evaluate import worst_decile
+from fedmix.experiment.inference import Watch, sample
+from fedmix.experiment.leakage import Vector
+from fedmix.experiment.recipe import Recipe
+from fedmix.experiment.record import read_metrics
+from fedmix.experiment.restore import Restored
+from fedmix.experiment.run import make_engine, starting_state
+
+AT_ONCE = 10  # clients whose answers are held at a time
+Attack = Callable[["_Seen"], Vector | None]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where it runs."""
+
+    clients: int = 0  # so many of them, drawn at random; 0: all
+    engine: str = "local"
+    workers: int | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the server holds after a client's answer, or after the sum of several: numbers on which attacks work."""
+
+    members: Sequence[int]
+    points: float  # of all members
+    steps: int  # of a member, on average
+    bias: Vector | None  # b_s - b, summed over experts
+    q: Vector | None
+    phi: Vector | None
+    phi_before: Vector | None  # as it was sent
+
+    @property
+    def support(self) -> Any:
+        """The values of c that some member holds, by the rows of phi that changed."""
+        return None if self.phi is None or self.phi_before is None else leakage.rows_changed(self.phi_before, self.phi)
+
+
+def audit_run(run: Restored, where: Where, watch: Watch = lambda *_: None) -> dict[str, Any]:
+    """All attacks, at the start of training and at its end, as plain numbers: what `fedmix audit` prints and writes."""
+    leakage.scipy_or_complain()
+    began = time.perf_counter()
+    return {**run.about, **_Audit(run, where, watch).everything(), "seconds": time.perf_counter() - began}
+
+
+class _Audit:
+    def __init__(self, run: Restored, where: Where, watch: Watch) -> None:
+        self.run, self.where, self.watch = run, where, watch
+        self.recipe = run.experiment.recipe
+        self.federation = run.experiment.federation
+        self.chosen = sample(len(self.federation), where.clients, self.recipe.seed)
+        self.labels = self._marginals(self.federation.y, self.federation.classes)
+        self.sides = self._marginals(self.federation.c, self.federation.categories)
+        self.linear = self.recipe.server.aggregation == "linear"
+        self.notes: dict[str, str] = {}
+
+    def _marginals(self, values: torch.Tensor, count: int) -> dict[int, Vector]:
+        parts = self.federation.parts["train"]
+        counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.chosen}
+        return {s: own / own.sum() for s, own in counts.items()}
+
+    def everything(self) -> dict[str, Any]:
+        start = starting_state(self.run.experiment)
+        empty, trained = MemoryStore(), MemoryStore()
+        for s in self.run.store.clients():
+            trained.put(s, self.run.store.get(s, {}))
+        once = replace(
+            self.recipe.training,
+            batch_size=max(self.federation.size(s) for s in self.chosen),
+            epochs=1,
+            schedule="constant",
+        )
+        single = self._experiment(replace(self.recipe, training=once))
+        seen = {
+            "single step": self._replay("a single step from the start", single, start, empty),
+            "start": self._replay("a round from the start", self.run.experiment, start, MemoryStore()),
+            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained),
+        }
+        attacks: dict[str, dict[str, Any]] = {"start": {}, "end": {}}
+        if self._bias_is_sent():
+            by_steps = partial(_by_steps, self.recipe.training.client_lr)
+            attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
+            for when in attacks:
+                attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
+                attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
+        else:
+            self.notes["bias"] = "the output bias does not leave the client, or the model has none"
+        absent: dict[str, Any] = {"start": None, "end": None}
+        if self._posterior_says_something():
+            for when in attacks:
+                self.watch(f"solving for p(y|s), {when}", 0, 1)
+                attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
+                attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
+                absent[when] = self._absent(seen[when])
+        return {
+            "audited": len(self.chosen),
+            "side": self.federation.side,
+            "names": [self.federation.names[s] for s in self.chosen],
+            "points": [self.federation.size(s) for s in self.chosen],
+            "true": [self.labels[s].tolist() for s in self.chosen],
+            "true_side": None if self.federation.side == "label" else [self.sides[s].tolist() for s in self.chosen],
+            "guess": self._guess(),
+            "attacks": attacks,
+            "absent": absent,
+            "protection": {
+                "aggregation": self.recipe.server.aggregation,
+                "clip": self.recipe.privacy.clip,
+                "noise": self.recipe.privacy.noise,
+                **guarantee(self.recipe, (line["clients"] for line in read_metrics(self.run.path))),
+            },
+            "notes": self.notes,
+        }
+
+    def _experiment(self, recipe: Recipe) -> Experiment:
+        made = self.run.experiment
+        example = self.federation.inputs(torch.arange(2))
+        algorithm = build_algorithm(recipe, made.model, len(self.federation), self.federation.categories, example)
+        return replace(made, recipe=recipe, algorithm=algorithm)
+
+    def _replay(self, stage: str, experiment: Experiment, state: State, store: Store) -> list[_Seen]:
+        """Every client's answer to what it would be sent now, reduced to what attacks use; nothing of it is kept."""
+        algorithm, clients = experiment.algorithm, self.chosen
+        size = self.recipe.clients_per_round or len(clients) if self.linear else AT_ONCE
+        seen: list[_Seen] = []
+        where = self.where
+        with closing(make_engine(where.engine, where.workers, experiment, store, where.device)) as engine:
+            for start in range(0, len(clients), size):
+                self.watch(stage, start, len(clients))
+                cohort = clients[start : start + size]
+                sent = [algorithm.broadcast(state, s) for s in cohort]
+                tasks = [Task("train", state.round + 1, s, m) for s, m in zip(cohort, sent, strict=True)]
+                answers = engine.run(tasks)
+                if self.linear:
+                    seen.append(self._sum_seen(experiment.recipe, cohort, sent[0], answers))
+                else:
+                    seen += [
+                        self._seen(experiment.recipe, [s], m, a) for s, m, a in zip(cohort, sent, answers, strict=True)
+                    ]
+        return seen
+
+    def _seen(self, recipe: Recipe, members: list[int], sent: Message, answer: Message) -> _Seen:
+        before, after = sent.tensors, answer.tensors
+        moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
+        n = float(answer.numbers["n"])
+        return _Seen(
+            members=members,
+            points=n,
+            steps=_steps(recipe, n),
+            bias=np.sum(moved, axis=0) if moved else None,
+            q=_array(after["q_zs"]) if "q_zs" in after else None,
+            phi=_array(after["phi"]) if "phi" in after else None,
+            phi_before=_array(before["phi"]) if "phi" in before else None,
+        )
+
+    def _sum_seen(self, recipe: Recipe, members: list[int], sent: Message, answers: Sequence[Message]) -> _Seen:
+        """The cohort's sums as if they were one client's: mean movement, mean q, mean phi."""
+        total = summed([answer.tensors for answer in answers])
+        n = sum(float(answer.numbers["n"]) for answer in answers)
+        fedmix = "q_zs" in total
+        moved = [
+            -_array(total[name] / (total["q_zs"][int(name.split(".")[1])] if fedmix else n))
+            for name in self._bias_names(total)
+        ]
+        phi = sent.tensors["phi"] + total["phi"] / n if "phi" in total else None
+        return _Seen(
+            members=members,
+            points=n,
+            steps=_steps(recipe, n / len(members)),
+            bias=np.sum(moved, axis=0) if moved else None,
+            q=_array(total["q_zs"] / n) if fedmix else None,
+            phi=None if phi is None else _array(phi),
+            phi_before=None if phi is None else _array(sent.tensors["phi"]),
+        )
+
+    def _bias_names(self, tensors: Any) -> list[str]:
+        bias = f"{self.run.experiment.model.output}.bias"
+        return [name for name in tensors if name == bias or (name.startswith("expert.") and name.endswith(f".{bias}"))]
+
+    def _bias_is_sent(self) -> bool:
+        message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
+        return bool(self._bias_names(message.tensors))
+
+    def _posterior_says_something(self) -> bool:
+        message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
+        if "phi" not in message.tensors:
+            if self.recipe.algorithm == "fedmix":
+                self.notes["posterior"] = "phi does not leave the client"
+            return False
+        if self.federation.side == "client":
+            self.notes["posterior"] = "c is the client itself: q(z|s) says nothing of its labels"
+            return False
+        if self.federation.side != "label":
+            self.notes["posterior"] = f"c is the {self.federation.side}: what leaks is p(c|s), not p(y|s)"
+        return True
+
+    def _judge(self, seen: Sequence[_Seen], attack: Attack, true: dict[int, Vector]) -> dict[str, Any] | None:
+        """How near an attack comes to each client's truth; a sum's estimate is the same for all of its members."""
+        found: dict[int, Vector] = {}
+        for own in seen:
+            estimate = attack(own)
+            if estimate is not None:
+                found |= dict.fromkeys(own.members, estimate)
+        if not found:
+            return None
+        distances = {s: leakage.total_variation(true[s], p) for s, p in found.items()}
+        ranks = {s: leakage.rank_correlation(true[s], p) for s, p in found.items()}
+        known = [r for r in ranks.values() if r is not None]
+        return {
+            "clients": len(found),
+            "total_variation": _spread(list(distances.values())),
+            "rank_correlation": float(np.mean(known)) if known else None,
+            "exact": sum(d < 1e-6 for d in distances.values()),
+            "of_clients": [
+                {
+                    "estimate": found[s].tolist(),
+                    "total_variation": distances[s],
+                    "rank_correlation": ranks[s],
+                }
+                if s in found
+                else None
+                for s in self.chosen
+            ],
+        }
+
+    def _absent(self, seen: Sequence[_Seen]) -> dict[str, int]:
+        """Values of c that clients do not hold, and how many of them rows that came back unchanged give away."""
+        missing = found = wrong = 0
+        for own in seen:
+            for s in own.members:
+                absent = self.sides[s] == 0
+                missing += int(absent.sum())
+                found += int((absent & ~own.support).sum())
+                wrong += int((~absent & ~own.support).sum())
+        return {"absent": missing, "found": found, "wrong": wrong}
+
+    def _guess(self) -> dict[str, Any]:
+        """What anyone can say without looking: that a client is like the average of all."""
+        sizes = np.array([self.federation.size(s) for s in self.chosen], dtype=np.float64)
+        mean = np.average([self.labels[s] for s in self.chosen], axis=0, weights=sizes)
+        return {"total_variation": _spread([leakage.total_variation(self.labels[s], mean) for s in self.chosen])}
+
+
+def _by_steps(rate: float, own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias(own.bias, rate, own.steps)
+
+
+def _normalised(own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias_normalised(own.bias)
+
+
+def _least_squares(own: _Seen) -> Vector | None:
+    return None if own.q is None or own.phi is None else leakage.from_posterior(own.q, own.phi, own.support)
+
+
+def _whole(own: _Seen) -> Vector | None:
+    if own.q is None or own.phi is None:
+        return None
+    whole = leakage.whole_numbers(own.q, own.phi, own.support, round(own.points))
+    return _least_squares(own) if whole is None else whole
+
+
+def _steps(recipe: Recipe, points: float) -> int:
+    return max(int(np.ceil(points / recipe.training.batch_size)), 1) * recipe.training.epochs
+
+
+def _array(tensor: torch.Tensor) -> Vector:
+    return tensor.to(torch.float64).numpy()
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """`most_exposed`: mean over the tenth of the clients that is known best."""
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "most_exposed": worst_decile(values)}

@@ -1,0 +1,112 @@
+"""What an honest but curious server can make of a client's answer: estimates of its label marginal p(y|s) (sec:privacy)."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmix.core.privacy import project_to_simplex
+from fedmix.errors import SettingError
+
+Vector = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+MILP_SECONDS = 2.0
+FITS = 1e-4  # of a point: what rounding in float32 leaves over
+
+
+def scipy_or_complain() -> Any:
+    try:
+        import scipy.optimize
+        import scipy.stats
+    except ModuleNotFoundError as error:
+        raise SettingError("fedmix audit needs SciPy; install it with: pip install 'fedmix[privacy]'.") from error
+    return scipy
+
+
+def from_bias(moved: Vector, rate: float, steps: int) -> Vector:
+    """p(y=k|s) = (b_s - b)_k / (rate steps) + mean softmax of k, which a server that cannot know it takes for uniform.
+
+    moved: b_s - b [classes], summed over experts. Exact after one full-batch step from a zero output layer.
+    """
+    estimate = torch.from_numpy(moved / (rate * steps) + 1 / len(moved))
+    nearest: Vector = project_to_simplex(estimate).numpy()
+    return nearest
+
+
+def from_bias_normalised(moved: Vector) -> Vector:
+    """The paper's for several steps: the difference itself, what is negative left out, as a distribution."""
+    positive = np.clip(moved, 0, None)
+    return positive / positive.sum() if positive.sum() > 0 else np.full(len(moved), 1 / len(moved))
+
+
+def rows_changed(before: Vector, after: Vector) -> Mask:
+    """Rows of phi [C, K] that came back changed: the values of c that the client holds."""
+    changed: Mask = (before != after).any(axis=1)
+    return changed
+
+
+def from_posterior(q: Vector, phi: Vector, support: Mask) -> Vector:
+    """p(c|s) from q(z|s) = sum_c p(c|s) q(z|c): least squares on the simplex over the rows in `support`. [K], [C, K] -> [C]
+
+    Where several solutions are as good, the one nearest to uniform.
+    """
+    optimize = scipy_or_complain().optimize
+    if not support.any():
+        support = np.ones_like(support)
+    rows = phi[support]
+    n, ridge, sum_to_one = len(rows), 1e-4, 1e3
+    system = np.vstack([rows.T, np.full((1, n), sum_to_one), ridge * np.eye(n)])
+    target = np.concatenate([q, [sum_to_one], np.full(n, ridge / n)])
+    found, _ = optimize.nnls(system, target)
+    estimate = np.zeros(len(phi))
+    estimate[support] = found / found.sum()
+    return estimate
+
+
+def whole_numbers(q: Vector, phi: Vector, support: Mask, n: int) -> Vector | None:
+    """The same with N_s p(c|s) whole numbers: at least 1 for every row in `support` and 0 elsewhere if that fits what was
+    seen, else any. None where nothing fits, or nothing that does is found in time."""
+    for rows, fewest in ((support, 1), (np.ones_like(support), 0)):
+        found = _programme(q, phi, rows, n, fewest)
+        if found is not None and found[1] < FITS * n:
+            return found[0]
+    return None
+
+
+def _programme(q: Vector, phi: Vector, support: Mask, n: int, fewest: int) -> tuple[Vector, float] | None:
+    """Least sum over k of |sum_c n_c q(z=k|c) - N_s q(z=k|s)| over whole n_c, as a mixed-integer programme."""
+    optimize = scipy_or_complain().optimize
+    rows = phi[support]
+    held, experts = rows.shape
+    if not held or fewest * held > n:
+        return None
+    eye, whole = np.eye(experts), np.concatenate([np.ones(held), np.zeros(experts)])
+    found = optimize.milp(
+        1 - whole,
+        constraints=[
+            optimize.LinearConstraint(np.hstack([rows.T, -eye]), -np.inf, n * q),
+            optimize.LinearConstraint(np.hstack([rows.T, eye]), n * q, np.inf),
+            optimize.LinearConstraint(whole, n, n),
+        ],
+        integrality=whole,
+        bounds=optimize.Bounds(fewest * whole, np.inf),
+        options={"time_limit": MILP_SECONDS},
+    )
+    if found.x is None:
+        return None
+    estimate = np.zeros(len(phi))
+    estimate[support] = np.round(found.x[:held]) / n
+    return estimate, float(found.fun)
+
+
+def total_variation(p: Vector, q: Vector) -> float:
+    """0: the same distribution, 1: nothing in common."""
+    return float(0.5 * np.abs(p - q).sum())
+
+
+def rank_correlation(p: Vector, q: Vector) -> float | None:
+    """Spearman's; None where one of them is constant, which has no ranks."""
+    if np.ptp(p) == 0 or np.ptp(q) == 0:
+        return None
+    return float(scipy_or_complain().stats.spearmanr(p, q).statistic)

@@ -1,0 +1,76 @@
+"""A run directory and its data, brought back together: what comes after training starts here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedmix.core.types import State
+from fedmix.data.federation import Federation
+from fedmix.engines.store import MemoryStore
+from fedmix.errors import RunError
+from fedmix.experiment.build import Experiment, build
+from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.recipe import OWN, Recipe, read_recipe
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A run at its last checkpoint."""
+
+    path: Path
+    experiment: Experiment
+    state: State
+    store: MemoryStore  # the clients' private states, as they were then
+    carried: dict[str, Any]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Which run this is, for whatever is written about it."""
+        recipe = self.experiment.recipe
+        return {
+            "recipe": recipe.name,
+            "scale": recipe.scale,
+            "algorithm": recipe.algorithm,
+            "seed": recipe.seed,
+            "round": self.state.round,
+            "rounds": recipe.rounds,
+            "clients": len(self.experiment.federation),
+        }
+
+
+def run_recipe(path: Path) -> Recipe:
+    """The recipe of a run directory."""
+    for name in ("recipe.toml", "federation.json"):
+        if not (path / name).is_file():
+            raise RunError(f"{path} must be a run directory. It has no {name}.")
+    return read_recipe(str(path))
+
+
+def restore(
+    run: str | Path,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data_dir: str | None = None,
+) -> Restored:
+    """The run with its data, which must be what it was trained on; own data and models are handed over again."""
+    path = Path(run)
+    recipe = run_recipe(path)
+    if recipe.data.source == OWN and federation is None:
+        raise RunError(f"the data of {path} was handed over in Python; hand it over again: federation=...")
+    experiment = build(recipe, federation, model, data_dir)
+    known = json.loads((path / "federation.json").read_text())["digest"]
+    if experiment.federation.digest() != known:
+        raise RunError(
+            f"{path} must be looked at with its own data. What is found now differs from its federation.json."
+        )
+    found = Checkpoints(path / "checkpoints", recipe.checkpoint.keep).load_last(experiment.algorithm.init(recipe.seed))
+    if found is None:
+        raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
+    store = MemoryStore()
+    for client, private in found.clients.items():
+        store.put(client, private)
+    return Restored(path, experiment, found.state, store, found.carried)

@@ -1,0 +1,140 @@
+"""What `fedmix evaluate` found, as a table for a terminal, and a new client's curve over its labelled points as a picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedmix.report.text import NAMES, scaled_down, size
+
+COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
+
+
+def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
+    """One row for each kind of inference: who predicts, and how."""
+    name = NAMES[result["algorithm"]]
+    unfinished = "" if result["round"] == result["rounds"] else f", round {result['round']} of {result['rounds']}"
+    table = Table(
+        title=Text(f"{result['recipe']}, {name}, seed {result['seed']}{unfinished}: every kind of inference"),
+        caption=Text(_caption(result)),
+        caption_justify="left",
+    )
+    table.add_column("for whom")
+    table.add_column("how", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("extra", justify="right", no_wrap=True)
+    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "") for kind in ("local", "proxy", "server")])
+    _add(table, [("global", *_anonymous(row)) for row in result["global"].values() if row])
+    new = result["new_clients"]
+    _add(table, _labelled(new, result["algorithm"]))
+    shown = {} if new["held_out"] else result["global"]  # the same points: not twice
+    _add(
+        table,
+        [("new, no labels", *_anonymous(row)) for kind, row in new["unlabelled"].items() if row and kind not in shown],
+    )
+    notes = [Text(f"{what}: {why}") for what, why in result["notes"].items()]
+    return Group(table, *notes)
+
+
+Row = tuple[str, str, list[str], str]  # for whom, how, the measures, bytes
+
+
+def _add(table: Table, rows: Sequence[Row]) -> None:
+    before = None
+    for whom, how, cells, beside in rows:
+        table.add_row("" if whom == before else whom, Text(how), *cells, beside)
+        before = whom
+    if rows:
+        table.add_section()
+
+
+def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str]:
+    return row["what"], _of_union(row), size(row["bytes_from_clients"])
+
+
+def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
+    private = {"fedmix": "gate alone", "fedavg": "nothing private"}.get(algorithm, "private parts alone")
+    rows: list[Row] = []
+    for key, how in (("private_parts", private), ("finetuned", "then fine-tuned")):
+        for row in new["labelled"] or ():
+            points = f"{row['points']} points" if row["points"] else f"all points ({row['mean_points']:.0f})"
+            rows.append(("new, labels", f"{how}, {points}", _spread(row[key]), ""))
+    return rows
+
+
+def _spread(row: Mapping[str, Any]) -> list[str]:
+    accuracy = row["accuracy"]
+    if accuracy["mean"] is None:
+        return ["-"] * len(COLUMNS)
+    return [
+        f"{100 * accuracy['mean']:.1f} ± {100 * accuracy['std']:.1f}",
+        f"{100 * accuracy['worst_decile']:.1f}",
+        f"{100 * row['balanced_accuracy']['mean']:.1f}",
+        f"{row['nll']['mean']:.3f}",
+        f"{row['ece']['mean']:.3f}",
+    ]
+
+
+def _of_union(row: Mapping[str, Any]) -> list[str]:
+    union, worst = row["union"], row["clients"]["accuracy"]["worst_decile"]
+    return [
+        f"{100 * union['accuracy']:.1f}",
+        "-" if worst is None else f"{100 * worst:.1f}",
+        f"{100 * union['balanced_accuracy']:.1f}",
+        f"{union['nll']:.3f}",
+        f"{union['ece']:.3f}",
+    ]
+
+
+def _caption(result: Mapping[str, Any]) -> str:
+    lines = [
+        "local, proxy, server: clients that took part, on their own data; global: all test points,",
+        "no client identity; new: clients that never took part. accuracy in %, ± over clients; worst:",
+        "mean of the worst tenth of the clients; balanced: mean over classes; NLL: negative",
+        "log-likelihood; ECE: calibration error; extra: what clients hand over for it",
+    ]
+    if result["evaluated"] < result["clients"]:
+        lines.append(f"{result['evaluated']:,} of {result['clients']:,} clients, drawn at random")
+    if result["scale"] != "full":
+        lines.append(scaled_down(result["scale"]))
+    return "\n".join(lines)
+
+
+def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
+    """Accuracy of clients that never took part, over the labelled points they have."""
+    from matplotlib.figure import Figure
+
+    new = result["new_clients"]
+    curve: Sequence[Mapping[str, Any]] = new["labelled"]
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    points = [row["mean_points"] for row in curve]
+    for key, label, colour in (
+        ("private_parts", "private parts alone", "#0072b2"),
+        ("finetuned", "then fine-tuned", "#d55e00"),
+    ):
+        mean = [100 * row[key]["accuracy"]["mean"] for row in curve]
+        std = [100 * row[key]["accuracy"]["std"] for row in curve]
+        axis.plot(points, mean, "o-", color=colour, label=label)
+        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+        axis.fill_between(points, low, [min(h, 100.0) for h in high], color=colour, alpha=0.15, linewidth=0)
+    styles = {"averaged": ("--", "#009e73"), "uniform": (":", "#999999"), "generative": ("-.", "#cc79a7")}
+    for kind, row in new["unlabelled"].items():
+        if row and kind in styles:
+            style, colour = styles[kind]
+            what = row["what"].split(",")[0]
+            axis.axhline(100 * row["clients"]["accuracy"]["mean"], ls=style, color=colour, label=f"no labels: {what}")
+    axis.set_xscale("log")
+    axis.set_xticks(points, [f"{p:.0f}" for p in points])
+    axis.minorticks_off()
+    axis.set_xlabel("labelled points of the new client")
+    axis.set_ylabel("accuracy on its test points, %")
+    axis.set_title(
+        f"{result['recipe']}, {NAMES[result['algorithm']]}: {new['evaluated']:,} clients that never took part"
+    )
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,214 @@
+"""`fedmix audit`: attacks whose answer is known, and whole runs."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import METHODS, small_experiment, small_federation, small_recipe
+from scipy.stats import norm
+from test_inference import trained
+from torch import nn
+
+from fedmix.core.tree import subtree
+from fedmix.errors import SettingError
+from fedmix.experiment import leakage
+from fedmix.experiment.accounting import guarantee, noisy_parts
+from fedmix.experiment.audit import Where, audit_run
+from fedmix.experiment.build import build
+from fedmix.experiment.recipe import make_recipe
+from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.restore import restore
+from fedmix.experiment.run import run
+from fedmix.rng import stream
+
+SERIAL = Where(engine="serial")
+
+
+def skewed():
+    """Every client lacks one of the three labels."""
+    base = small_federation()
+    parts = {part: [own[base.y[own] != s % 3] for s, own in enumerate(base.parts[part])] for part in base.parts}
+    return replace(base, parts=parts)
+
+
+class ZeroOutput(nn.Module):
+    """A classifier whose output layer starts at zero: every softmax is uniform."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 8)
+        self.out = nn.Linear(8, 3)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.fc(x)))
+
+
+@pytest.mark.parametrize("method", ["fedmix", "fedavg", "local-global"])
+def test_from_a_zero_output_layer_the_marginal_is_exact(method, tmp_path):
+    recipe = small_recipe(method, **{"model.name": "own", "rounds": 1})
+    federation = small_federation()
+    directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
+    run(build(recipe, federation, ZeroOutput), directory, "serial")
+    directory.close()
+    result = audit_run(restore(tmp_path / "r", federation, ZeroOutput), SERIAL)
+    found = result["attacks"]["start"]["bias_single_step"]
+    assert found["total_variation"]["mean"] < 1e-5
+    for s, own in enumerate(found["of_clients"]):
+        y = federation.examples(s, "train").y
+        assert np.allclose(own["estimate"], np.bincount(y, minlength=3) / len(y), atol=1e-5)
+
+
+def test_a_bias_that_moved_tells_the_labels():
+    """One full-batch step of torch's own SGD from a zero layer: p(y|s) = (b_s - b) / rate + 1/C."""
+    y = torch.tensor([0, 0, 0, 2, 2, 3])
+    layer = nn.Linear(5, 4)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
+    nn.functional.cross_entropy(layer(torch.randn(6, 5)), y).backward()
+    optimizer.step()
+    moved = layer.bias.detach().double().numpy()
+    assert np.allclose(leakage.from_bias(moved, 0.3, 1), [0.5, 0, 1 / 3, 1 / 6], atol=1e-6)
+    assert leakage.from_bias_normalised(moved)[1] == 0
+    assert leakage.from_bias_normalised(np.zeros(4)).tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4, 5, 6])
+def test_whole_numbers_are_found_where_least_squares_cannot(seed):
+    """Ten labels, four experts: three equations for nine unknowns; but N_s p(y|s) are whole numbers."""
+    rng = np.random.default_rng(seed)
+    phi = rng.dirichlet(np.ones(4), size=10).astype(np.float32).astype(np.float64)
+    held = rng.random(10) < 0.7
+    counts = np.where(held, rng.integers(1, 20, 10), 0)
+    n = int(counts.sum())
+    q = (counts / n @ phi).astype(np.float32).astype(np.float64)
+    true = counts / n
+    squares = leakage.from_posterior(q, phi, held)
+    assert np.allclose(squares @ phi, q, atol=1e-3)
+    assert squares.sum() == pytest.approx(1)
+    whole = leakage.whole_numbers(q, phi, held, n)
+    assert np.allclose(whole, true)
+    assert held.sum() > 4
+    assert leakage.total_variation(squares, true) > 0.05
+    elsewhere = np.array([0.97, 0.01, 0.01, 0.01])
+    assert leakage.whole_numbers(elsewhere, phi, held, n) is None  # what fits nothing is not forced
+
+
+def test_as_many_labels_as_experts_are_solved_by_least_squares():
+    phi = np.array([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.3, 0.3, 0.4]])
+    true = np.array([0.5, 0.0, 0.3, 0.2])
+    support = true > 0
+    assert np.allclose(leakage.from_posterior(true @ phi, phi, support), true, atol=1e-4)
+    assert np.allclose(leakage.whole_numbers(true @ phi, phi, support, 10), true)
+    assert leakage.from_posterior(np.full(3, 1 / 3), phi, np.zeros(4, dtype=bool)).sum() == pytest.approx(1)
+    unchanged = np.zeros(4, dtype=bool)  # rows that do not move any more hide who holds them: any may be held
+    assert np.allclose(leakage.whole_numbers(true @ phi, phi, unchanged, 10) @ phi, true @ phi, atol=1e-3)
+
+
+def test_distances_and_ranks():
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.5, 0.5])
+    assert leakage.total_variation(p, p) == 0
+    assert leakage.total_variation(p, q) == 0.5
+    assert leakage.rank_correlation(np.array([0.1, 0.2, 0.7]), np.array([0.0, 0.3, 0.7])) == pytest.approx(1)
+    assert leakage.rank_correlation(np.full(3, 1 / 3), q) is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_is_audited_from_its_start_and_its_end(method, tmp_path):
+    federation, _ = trained(tmp_path / "r", method, skewed())
+    before = {s: restore(tmp_path / "r", federation).store.get(s, {}) for s in range(4)}
+    result = audit_run(restore(tmp_path / "r", federation), SERIAL)
+    sends_bias = method in ("fedmix", "fedavg", "local-global")
+    assert ("bias_single_step" in result["attacks"]["start"]) == sends_bias
+    assert ("bias" in result["notes"]) != sends_bias
+    if sends_bias:
+        single = result["attacks"]["start"]["bias_single_step"]["total_variation"]["mean"]
+        assert single < 0.6 * result["guess"]["total_variation"]["mean"]
+    if method == "fedmix":
+        for when in ("start", "end"):
+            whole = result["attacks"][when]["posterior_whole"]
+            assert whole["exact"] == whole["clients"] == 4  # three labels, three experts, whole numbers
+            assert result["absent"][when]["wrong"] == 0
+    again = restore(tmp_path / "r", federation)
+    assert all(torch.equal(again.store.get(s, {})[n], v) for s in range(4) for n, v in before[s].items())
+
+
+def test_what_leaks_is_the_side_information_where_that_is_not_the_label(tmp_path):
+    for side, word in (("column", "p(c|s)"), ("client", "nothing of its labels")):
+        federation, _ = trained(tmp_path / side, federation=small_federation(side=side), **{"data.side": side})
+        result = audit_run(restore(tmp_path / side, federation), SERIAL)
+        assert word in result["notes"]["posterior"]
+        assert ("posterior" in result["attacks"]["start"]) == (side == "column")
+
+
+def test_rows_that_come_back_unchanged_say_which_labels_are_absent(tmp_path):
+    federation, _ = trained(tmp_path / "r", federation=skewed())
+    result = audit_run(restore(tmp_path / "r", federation), SERIAL)
+    assert result["absent"]["start"] == {"absent": 4, "found": 4, "wrong": 0}
+
+
+def test_sums_say_the_same_of_every_member_and_noise_hides_the_rest(tmp_path):
+    federation, _ = trained(tmp_path / "sums", **{"server.aggregation": "linear"})
+    result = audit_run(restore(tmp_path / "sums", federation), SERIAL)
+    for found in result["attacks"]["start"].values():
+        estimates = [own["estimate"] for own in found["of_clients"]]
+        assert all(estimate == estimates[0] for estimate in estimates)
+    mean = np.average(result["true"], axis=0, weights=result["points"])
+    single = result["attacks"]["start"]["bias_single_step"]["of_clients"][0]["estimate"]
+    assert leakage.total_variation(np.array(single), mean) < 0.2  # of the cohort it does say something
+    federation, summary = trained(tmp_path / "noise", **{"privacy.clip": 1.0, "privacy.noise": 0.5})
+    result = audit_run(restore(tmp_path / "noise", federation), SERIAL)
+    assert result["attacks"]["end"]["posterior_whole"]["exact"] == 0
+    assert result["absent"]["end"]["found"] == 0  # every row comes back changed
+    assert result["protection"]["epsilon"] == summary["privacy"]["epsilon"] > 0
+
+
+def test_the_guarantee_is_that_of_the_gaussian_mechanism():
+    """Balle and Wang (2018): delta(eps) = Phi(1/2s - eps s) - e^eps Phi(-1/2s - eps s), s the noise of all rounds together."""
+    recipe = make_recipe({}, "fedmix", {"privacy.clip": 1.0, "privacy.noise": 8.0})
+    got = guarantee(recipe, [[0, 1], [1, 2], [1], [0]])
+    assert got["rounds_of_a_client"] == 3
+    assert noisy_parts(recipe) == 3
+    s, eps = 8.0 / math.sqrt(3 * 3), got["epsilon"]
+    delta = norm.cdf(1 / (2 * s) - eps * s) - math.exp(eps) * norm.cdf(-1 / (2 * s) - eps * s)
+    assert delta == pytest.approx(1e-5, rel=1e-3)
+    plain = make_recipe({}, "fedavg", {"privacy.clip": 1.0, "privacy.noise": 8.0})
+    assert guarantee(plain, [[0]] * 9)["epsilon"] == pytest.approx(eps)  # nine rounds of one noisy thing: as much
+    assert guarantee(make_recipe({}), [[0]])["epsilon"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"privacy.noise": 1.0}, "privacy.clip must be more than 0 with privacy.noise"),
+        ({"privacy.clip": -1.0}, "privacy.clip"),
+        ({"privacy.delta": 0.0}, "privacy.delta"),
+        ({"server.aggregation": "secure"}, "server.aggregation must be one of clients, linear"),
+        ({"server.aggregation": "linear", "fedmix.eta": 0.5}, "fedmix.eta must be 0 with server.aggregation"),
+    ],
+)
+def test_settings_that_cannot_protect_are_refused(changes, wrong):
+    with pytest.raises(SettingError, match=wrong.replace("[", r"\[")):
+        make_recipe({}, "fedmix", changes)
+
+
+def test_bias_of_pruned_experts_and_their_sum_is_what_the_clients_moved(tmp_path):
+    """The sum over experts of the output biases moves as FedAvg's one bias would: by rate (p(y|s) - mean softmax)."""
+    experiment = small_experiment("fedmix", **{"training.batch_size": 1000, "fedmix.gate_through_features": False})
+    algorithm, data = experiment.algorithm, experiment.federation.examples(1, "train")
+    state = algorithm.init(0)
+    message = algorithm.broadcast(state, 1)
+    reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, stream(0), None)
+    moved = sum(reply.tensors[f"expert.{k}.out.bias"] - message.tensors[f"expert.{k}.out.bias"] for k in range(3))
+    assert float(moved.sum()) == pytest.approx(0, abs=1e-6)
+    p = torch.bincount(data.y, minlength=3) / len(data)
+    phi = reply.tensors["phi"]
+    experts = [subtree(message.tensors, f"expert.{k}") for k in range(3)]
+    logits, _ = experiment.model.apply_all(experts, data.x, training=False)
+    softmax = torch.softmax(logits, dim=2)
+    mean = torch.einsum("nk,knc->c", phi[data.c], softmax) / len(data)
+    assert torch.allclose(moved / experiment.recipe.training.client_lr, p - mean, atol=1e-4)
