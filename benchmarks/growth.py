@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedmix.core import aggregate
+from fedmix.core.divergence import expert_divergence
+from fedmix.core.tree import subtree
 from fedmix.data.federation import PARTS, Federation
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import DataMissing
@@ -131,6 +134,35 @@ def digits() -> list[dict[str, Any]]:
     ]
 
 
+def after() -> list[dict[str, Any]]:
+    """What comes beside training: divergence in a round of FedMix with K = 4, and prediction with many gates averaged."""
+    made = experiment("fedmix", federation(10, 450), **{"fedmix.experts": 4})
+    algorithm, state = made.algorithm, made.algorithm.init(0)
+    with closing(make_engine("local", None, made, MemoryStore())) as engine:
+        last = list(rounds(algorithm, engine, state, 0, 10, 0, 3))[-1]
+    before = [subtree(algorithm.broadcast(state, None).tensors, f"expert.{k}") for k in range(4)]
+    replies = [reply.message.tensors for reply in last.replies]
+    moved = [
+        aggregate.deltas(w, [subtree(tensors, f"expert.{k}") for tensors in replies]) for k, w in enumerate(before)
+    ]
+    began = time.perf_counter()
+    for each in moved:
+        expert_divergence(each, torch.full((10,), 0.1))
+    seconds = time.perf_counter() - began
+    rows = [{"what": "divergence", "seconds": seconds, "share of": f"{100 * seconds / last.seconds:.2f} % of a round"}]
+    message, new, x = algorithm.broadcast(state, None), algorithm.new_client(0), torch.randn(2_000, 3, 32, 32)
+    for clients in (1, 100, 3_500):
+        gates = [{name: torch.randn_like(value) for name, value in new.items()} for _ in range(clients)]
+        log_p_s = torch.full((clients,), 1 / clients).log()
+        began = time.perf_counter()
+        with torch.no_grad():
+            for part in torch.split(x, 500):
+                algorithm.predict_anonymous(message, gates, log_p_s, part)
+        seconds = time.perf_counter() - began
+        rows.append({"what": f"{clients:,} gates averaged", "seconds": seconds, "share of": "2,000 points, K = 4"})
+    return rows
+
+
 def memory() -> list[dict[str, Any]]:
     """What a worker holds beyond what it shares with the server, after rounds of FedMix with K = 4 on the CIFAR-10 setting."""
     rows = []
@@ -181,7 +213,7 @@ def start() -> list[dict[str, Any]]:
     ]
 
 
-PARTS_OF_IT = {f.__name__: f for f in (experts, skipping, digits, cohorts, registered, sizes, memory, start)}
+PARTS_OF_IT = {f.__name__: f for f in (experts, skipping, digits, cohorts, registered, sizes, after, memory, start)}
 
 
 def main() -> None:

@@ -2,21 +2,24 @@
 
 run = fedmix.train(federation=..., model=Net, output="fc2", out="runs/mine", rounds=20)
 fedmix.load("runs/mine").client("a").predict(x)
+fedmix.evaluate("runs/mine", federation=..., model=Net)
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedmix.data.federation import Federation
-    from fedmix.experiment.api import train
+    from fedmix.experiment.api import audit, evaluate, train
     from fedmix.experiment.trained import load
 
 __version__ = "0.1.0"
-__all__ = ["Federation", "__version__", "load", "train"]
+__all__ = ["Federation", "__version__", "audit", "evaluate", "load", "train"]
 
 _HOMES = {
     "Federation": "fedmix.data.federation",
     "train": "fedmix.experiment.api",
+    "evaluate": "fedmix.experiment.api",
+    "audit": "fedmix.experiment.api",
     "load": "fedmix.experiment.trained",
 }
 

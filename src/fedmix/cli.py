@@ -325,14 +325,11 @@ def _sweep(args: Any) -> int:
 def _evaluate(args: Any) -> int:
     from fedmix.experiment.files import write_json
     from fedmix.experiment.inference import Options, evaluate_run
-    from fedmix.experiment.restore import restore
-    from fedmix.experiment.run import check
     from fedmix.progress import stages
     from fedmix.report.evaluation import draw_new_clients, evaluation_table
 
     options = Options(args.clients, not args.no_vae, args.points, args.engine, args.workers, args.device)
-    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
-    check(run.experiment, args.engine, args.workers, args.device)
+    run = _restored(args)
     with stages(args.quiet) as watch:
         result = evaluate_run(run, options, watch)
     write_json(run.path / "evaluation.json", result)
@@ -350,13 +347,10 @@ def _evaluate(args: Any) -> int:
 def _audit(args: Any) -> int:
     from fedmix.experiment.audit import Where, audit_run
     from fedmix.experiment.files import write_json
-    from fedmix.experiment.restore import restore
-    from fedmix.experiment.run import check
     from fedmix.progress import stages
     from fedmix.report.audit import audit_table, draw_audit
 
-    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
-    check(run.experiment, args.engine, args.workers, args.device)
+    run = _restored(args)
     with stages(args.quiet) as watch:
         result = audit_run(run, Where(args.clients, args.engine, args.workers, args.device), watch)
     write_json(run.path / "audit.json", result)
@@ -367,6 +361,16 @@ def _audit(args: Any) -> int:
     _print(audit_table(result))
     print(f"results: {run.path / 'audit.json'}" + (f", {drawn}" if drawn else ""))
     return 0
+
+
+def _restored(args: Any) -> Any:
+    """The run that a command looks at, with its data."""
+    from fedmix.experiment.restore import restore
+    from fedmix.experiment.run import check
+
+    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
+    check(run.experiment, args.engine, args.workers, args.device)
+    return run
 
 
 def _draw(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> str | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedmix.core.training import batches
 from fedmix.core.tree import flatten, subtree
+from fedmix.core.types import Message
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import SettingError
 from fedmix.rng import stream
@@ -173,6 +174,25 @@ def test_a_client_with_one_expert_trains_it_like_fedavg():
     wanted, _ = plain.algorithm.client_update(start, {}, data, rng, None)
     for name, value in wanted.tensors.items():
         assert torch.equal(reply.tensors[f"expert.0.{name}"], value)
+
+
+def test_an_expert_that_was_not_sent_costs_no_computation():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    experiment = small_experiment("fedmix", **{"fedmix.eta": 0.5})
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    whole = algorithm.broadcast(algorithm.init(0), None)
+
+    def flop(held):
+        left_out = [f"expert.{k}." for k in range(3) if k not in held]
+        tensors = {n: w for n, w in whole.tensors.items() if not n.startswith(tuple(left_out))}
+        with FlopCounterMode(display=False) as counter:
+            algorithm.client_update(Message(tensors, whole.numbers), algorithm.new_client(0), data, stream(0), 1)
+        return counter.get_total_flops()
+
+    one, two, three = (flop(range(n)) for n in (1, 2, 3))
+    assert 1.8 * one < two < 2 * one  # nothing for those left out; the gate is the rest
+    assert 2.5 * one < three < 3 * one
 
 
 def test_an_expert_that_nobody_returned_keeps_weights_and_adam_state():

@@ -46,19 +46,20 @@ def mean_log_gate(
 
     log_p_s: log p(s) [S], or log p(s|x) [B, S] (sec:NewShardInf, 'Using a Generative Model').
 
-    One batched product over clients, `chunk` of them at a time so that memory does not grow with S.
+    One matrix product over clients, pi_s folded into A_s, `chunk` of them at a time so that memory does not grow with S.
     """
+    K, B, H = features.shape
+    stacked = features.transpose(0, 1).reshape(B, K * H)  # h_1(x) .. h_K(x) side by side
+    weights = log_p_s.to(features.dtype).view(-1, len(thetas))  # [1 or B, S]
     total: Tensor | None = None
-    weights = log_p_s.to(features.dtype).view(-1, len(thetas)).T.unsqueeze(2)  # [S, 1 or B, 1]
     for start in range(0, len(thetas), chunk):
         part = thetas[start : start + chunk]
         pi = torch.softmax(torch.stack([theta["pi"][held] for theta in part]), dim=1)  # [S, K']
         A = torch.stack([theta["A"][:, held] for theta in part])  # [S, H, K']
         b = torch.stack([theta["b"][held] for theta in part])  # [S, K']
-        h = torch.einsum("sk,kbh->sbh", pi, features)
-        log_p = torch.log_softmax(torch.baddbmm(b.unsqueeze(1), h, A), dim=2)  # [S, B, K']
-        log_w = weights[start : start + chunk]
-        mean = torch.logsumexp(log_p + log_w, dim=0)
+        folded = torch.einsum("sk,shj->khsj", pi, A).reshape(K * H, -1)
+        log_p = torch.log_softmax((stacked @ folded).view(B, len(part), K) + b, dim=2)  # [B, S, K']
+        mean = torch.logsumexp(log_p + weights[:, start : start + chunk].unsqueeze(2), dim=1)
         total = mean if total is None else torch.logaddexp(total, mean)
     if total is None:
         raise ValueError("no client's gate was given to average")

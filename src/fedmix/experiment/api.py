@@ -8,9 +8,12 @@ from torch import nn
 
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError
+from fedmix.experiment.audit import Where, audit_run
 from fedmix.experiment.build import build
+from fedmix.experiment.inference import Options, evaluate_run
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.restore import restore
 from fedmix.experiment.run import Progress, check, run
 from fedmix.experiment.trained import TrainedRun, load
 
@@ -50,6 +53,47 @@ def train(
     finally:
         directory.close()
     return load(out, model)
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data_dir: str | None = None,
+    clients: int = 0,
+    densities: bool = True,
+    points: int = 2000,
+    engine: str = "local",
+    workers: int | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Every kind of inference of a trained run, as plain numbers: what `fedmix evaluate RUN --json` prints.
+
+    federation, model: again, where they were handed over in Python. clients: so many, drawn at random (0: all).
+    densities: a generative model on each client, for p(s|x) of at most `points` inputs.
+    """
+    options = Options(clients, densities, points, engine, workers, device)
+    found = restore(run, federation, model, data_dir)
+    check(found.experiment, engine, workers, device)
+    return evaluate_run(found, options)
+
+
+def audit(
+    run: str | Path,
+    *,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data_dir: str | None = None,
+    clients: int = 0,
+    engine: str = "local",
+    workers: int | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """What the server could have learnt of the clients' labels, as plain numbers: what `fedmix audit RUN --json` prints."""
+    found = restore(run, federation, model, data_dir)
+    check(found.experiment, engine, workers, device)
+    return audit_run(found, Where(clients, engine, workers, device))
 
 
 def effective_recipe(

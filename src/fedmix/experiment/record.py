@@ -200,6 +200,14 @@ class RunDirectory:
             self._lock.close()
 
 
+def run_recipe(path: Path) -> Recipe:
+    """The recipe of a run directory."""
+    for name in ("recipe.toml", "federation.json"):
+        if not (path / name).is_file():
+            raise RunError(f"{path} must be a run directory. It has no {name}.")
+    return read_recipe(str(path))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a last line that was cut off is left out."""
     file = path / "metrics.jsonl"

@@ -14,7 +14,8 @@ from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.experiment.build import Experiment, build
 from fedmix.experiment.checkpoint import Checkpoints
-from fedmix.experiment.recipe import OWN, Recipe, read_recipe
+from fedmix.experiment.recipe import OWN
+from fedmix.experiment.record import run_recipe
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,6 @@ class Restored:
         }
 
 
-def run_recipe(path: Path) -> Recipe:
-    """The recipe of a run directory."""
-    for name in ("recipe.toml", "federation.json"):
-        if not (path / name).is_file():
-            raise RunError(f"{path} must be a run directory. It has no {name}.")
-    return read_recipe(str(path))
-
-
 def restore(
     run: str | Path,
     federation: Federation | None = None,
@@ -60,7 +53,9 @@ def restore(
     path = Path(run)
     recipe = run_recipe(path)
     if recipe.data.source == OWN and federation is None:
-        raise RunError(f"the data of {path} was handed over in Python; hand it over again: federation=...")
+        raise RunError(
+            f"the data of {path} was handed over in Python; hand it over again: fedmix.evaluate({str(path)!r}, federation=...)"
+        )
     experiment = build(recipe, federation, model, data_dir)
     known = json.loads((path / "federation.json").read_text())["digest"]
     if experiment.federation.digest() != known:

@@ -20,8 +20,8 @@ from fedmix.engines.client import predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints
-from fedmix.experiment.recipe import Recipe, read_recipe
-from fedmix.experiment.record import read_metrics
+from fedmix.experiment.recipe import Recipe
+from fedmix.experiment.record import read_metrics, run_recipe
 
 
 class TrainedRun:
@@ -114,7 +114,4 @@ class TrainedClient:
 def load(run: str | Path, model: Callable[[], nn.Module] | nn.Module | None = None) -> TrainedRun:
     """The models of a run directory. `model`: needed again where it was handed over in Python."""
     path = Path(run)
-    for name in ("recipe.toml", "federation.json"):
-        if not (path / name).is_file():
-            raise RunError(f"{path} must be a run directory. It has no {name}.")
-    return TrainedRun(path, read_recipe(str(path)), model)
+    return TrainedRun(path, run_recipe(path), model)
