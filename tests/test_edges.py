@@ -11,7 +11,7 @@ from torch import nn
 
 import fedmix
 from fedmix.core import prune
-from fedmix.errors import ClientError, ModelError, RunError, SettingError
+from fedmix.errors import ClientError, DataError, ModelError, RunError, SettingError
 from fedmix.experiment.build import build
 from fedmix.experiment.recipe import make_recipe
 from fedmix.experiment.record import RunDirectory
@@ -159,6 +159,22 @@ def test_local_global_averages_whole_blocks_with_their_shortcuts():
         one = experiment.algorithm.predict_anonymous(message, [privates[0], privates[1]], p_s.log(), x)
         other = experiment.algorithm.predict_anonymous(message, [privates[1], privates[0]], p_s.log(), x)
     assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "wrong"),
+    [
+        ([[0.0], [1.0]], 1, "y is a single value"),
+        (3.0, [0, 1], "x is a single value"),
+        ([["tall"], ["short"]], [0, 1], "arrays of numbers"),
+        ([[0.0], [1.0, 2.0]], [0, 1], "arrays of numbers"),
+    ],
+)
+def test_arrays_that_are_none_are_refused(x, y, wrong):
+    from fedmix.data.federation import Federation
+
+    with pytest.raises(DataError, match=wrong):
+        Federation.from_clients({"a": {"x": x, "y": y}})
 
 
 def test_images_of_bytes_are_normalised_after_loading_too(small_files, tmp_path):

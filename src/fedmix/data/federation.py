@@ -162,8 +162,16 @@ def _checked(name: str, block: Mapping[str, Any], side: str) -> dict[str, Any]:
     missing = [key for key in wanted if key not in block]
     if missing:
         raise DataError(f"client {name} must give arrays {', '.join(wanted)}. {', '.join(missing)} is missing.")
-    arrays = {key: np.asarray(block[key]) for key in wanted}
-    arrays["x"] = arrays["x"].astype(np.float32)
+    try:
+        arrays = {key: np.asarray(block[key]) for key in wanted}
+        arrays["x"] = arrays["x"].astype(np.float32)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"client {name} must give arrays of numbers, one row a point. Got something else: {error}."
+        ) from error
+    single = [key for key, values in arrays.items() if values.ndim == 0]
+    if single:
+        raise DataError(f"client {name} must give arrays {', '.join(wanted)}. {', '.join(single)} is a single value.")
     if len({len(values) for values in arrays.values()}) != 1:
         sizes = {key: len(values) for key, values in arrays.items()}
         raise DataError(f"client {name} must give arrays of one length. Got {sizes}.")

@@ -99,8 +99,8 @@ def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False)
 
     size: all are scaled to size x size (0: they must have one size); grey: one channel instead of three.
     """
-    if size < 0:
-        raise DataError(f"data.args.size must be 0 or more pixels. Got {size} instead.")
+    if not 0 <= size <= 4096:
+        raise DataError(f"data.args.size must be from 0 (as they are) to 4096 pixels. Got {size} instead.")
     root = _found(folder, data_dir)
     paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGES)
     depths = {len(path.relative_to(root).parts) for path in paths}
