@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, PrivacySettings, ServerSettings
-from fedmix.core import aggregate, divergence, privacy
+from fedmix.core import aggregate, divergence, guard, privacy
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, rate_factor
 from fedmix.core.training import GroupBatch, train_client, train_group
@@ -138,6 +138,10 @@ def fedavg(
             answers.append((Message(shared, {"n": len(own), "loss": loss}), local))
         return answers
 
+    def check(sent: Message, back: Message) -> str | None:
+        found = guard.wrong_numbers(back.numbers) or guard.wrong_weights(sent.tensors, back.tensors)
+        return found or guard.missing(sent.tensors, back.tensors)
+
     def server_update(state: FedavgState, replies: Sequence[Reply]) -> tuple[FedavgState, Diagnosis]:
         after = replace(state, round=state.round + 1)
         if not state.shared:
@@ -192,6 +196,7 @@ def fedavg(
         adapt=adapt,
         newcomer=lambda state, _: broadcast(state, None),
         wrap=wrap,
+        check=check,
         server_update=server_update,
         predict=predict,
         predict_anonymous=predict_anonymous,

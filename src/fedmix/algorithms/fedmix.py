@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, FedmixSettings, PrivacySettings, ServerSettings
-from fedmix.core import aggregate, divergence, gate, health, objective, posterior, privacy, prune
+from fedmix.core import aggregate, divergence, gate, guard, health, objective, posterior, privacy, prune
 from fedmix.core.model import Model
 from fedmix.core.optim import OptState, keep_rows, rate_factor
 from fedmix.core.training import GroupBatch, train_client, train_group
@@ -53,6 +53,7 @@ def fedmix(
     prior = _public_prior(settings.prior, categories)
     shared_phi = settings.phi == "global" and settings.objective == "bound"
     linear = server.aggregation == "linear"
+    shapes = {"q_zs": [K], "phi": [categories, K], "c_shares": [categories]}  # of what a reply holds beside weights
 
     def frozen(name: str) -> bool:
         return name.startswith("expert.") and name.split(".", 2)[2] in model.frozen
@@ -272,6 +273,21 @@ def fedmix(
                 total += gate.log_gate(subtree(params, "gate"), features, held).exp().sum(dim=0)
         return total / len(x)
 
+    def check(sent: Message, back: Message) -> str | None:
+        tensors, held = back.tensors, _held(back.tensors)
+        weights = {name: w for name, w in tensors.items() if name not in shapes}
+        wanted = [f"expert.{k}.{name}" for k in held or [0] for name in subtree(sent.tensors, f"expert.{k}")]
+        found = guard.wrong_numbers(back.numbers) or guard.wrong_weights(sent.tensors, weights)
+        found = found or guard.missing([*wanted, "q_zs", *(["phi"] if shared_phi else [])], tensors)
+        found = found or guard.wrong_shapes(shapes, tensors) or guard.not_finite(tensors)
+        if found:
+            return found
+        rows = {name: tensors[name] for name in shapes if name in tensors}
+        if linear:
+            rows = {name: value / back.numbers["n"] for name, value in rows.items()}
+            rows |= {"phi": rows["phi"] + sent.tensors["phi"]} if "phi" in rows else {}
+        return guard.off_simplex(rows)
+
     def server_update(state: FedmixState, replies: Sequence[Reply]) -> tuple[FedmixState, Diagnosis]:
         messages = [reply.message.tensors for reply in replies]
         if linear:
@@ -391,6 +407,7 @@ def fedmix(
         adapt=adapt,
         newcomer=newcomer,
         wrap=wrap,
+        check=check,
         server_update=server_update,
         predict=predict,
         predict_anonymous=predict_anonymous,

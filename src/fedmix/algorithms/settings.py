@@ -39,6 +39,10 @@ class ServerSettings:
 
     optimizer: str = "adam"
     server_lr: float = 0.001
+    norm_limit: float = (
+        0.0  # a client's update of more than so many times the cohort's median norm is refused; 0: none is
+    )
+    min_replies: int = 1  # a round with fewer ends the run, which can be resumed
     aggregation: str = (
         "clients"  # or "linear": the server needs only sums over clients, as secure aggregation gives them
     )
@@ -49,6 +53,8 @@ class ServerSettings:
         if self.optimizer not in ("adam", "sgd", "average"):
             raise SettingError(one_of("server.optimizer", self.optimizer, ("adam", "sgd", "average")))
         require(self.server_lr > 0, "server.server_lr", "more than 0", self.server_lr)
+        require(self.norm_limit >= 0, "server.norm_limit", "0 or more", self.norm_limit)
+        require(self.min_replies >= 1, "server.min_replies", "1 or more", self.min_replies)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,15 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A reply that the server does not work with: whose, which part of it, and why."""
+
+    client: int
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What a server update found out on the way: numbers, and small lists, for metrics."""
 
@@ -90,6 +99,7 @@ class Algorithm:
     new_client         (seed) -> the private state that every client starts from
     broadcast          (state, client) -> what this client is sent; None: everything, for an evaluation at the server
     client_update      (message, private, train data, stream, epochs) -> (reply, private); epochs None: the recipe's own
+    check              (what was sent, reply) -> what is wrong with the reply, as 'field: reason', or None
     server_update      (state, replies) -> (state, diagnosis)
     predict            (message or reply, private, x) -> log p(y | x, s) [B, classes]
     adapt              (message, private, labelled data, stream, epochs) -> (message, private) of a client that trains its
@@ -117,6 +127,7 @@ class Algorithm:
     adapt: Callable[[Message, Private, Examples, Stream, int], tuple[Message, Private]]
     newcomer: Callable[[State, bool], Message]
     wrap: Callable[[Message, Message, Stream], Message]
+    check: Callable[[Message, Message], str | None]
     server_update: Callable[[State, Sequence[Reply]], tuple[State, Diagnosis]]
     predict: Callable[[Message, Private, Tensor], Tensor]
     predict_anonymous: Callable[[Message, Sequence[Private], Tensor, Tensor], Tensor]

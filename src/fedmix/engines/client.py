@@ -51,6 +51,13 @@ class Task:
         return rng if self.kind == "train" else rng.child("finetune" if self.kind == "evaluate" else self.kind)
 
 
+@dataclass(frozen=True)
+class Absent:
+    """No answer: a client that could not be reached, was too late, or failed on a machine of its own."""
+
+    reason: str
+
+
 Answer = tuple[Message, Private]  # what goes to the server, and the client's private state after it
 
 

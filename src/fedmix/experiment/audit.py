@@ -24,6 +24,7 @@ from fedmix.experiment.build import Experiment, build_algorithm
 from fedmix.experiment.evaluate import worst_decile
 from fedmix.experiment.inference import Watch, sample
 from fedmix.experiment.leakage import Vector
+from fedmix.experiment.loop import everyone
 from fedmix.experiment.recipe import Recipe
 from fedmix.experiment.record import read_metrics
 from fedmix.experiment.restore import Restored
@@ -154,7 +155,7 @@ class _Audit:
                 cohort = clients[start : start + size]
                 sent = [algorithm.broadcast(state, s) for s in cohort]
                 tasks = [Task("train", state.round + 1, s, m) for s, m in zip(cohort, sent, strict=True)]
-                answers = engine.run(tasks)
+                answers = everyone(engine.run(tasks))
                 if self.linear:
                     seen.append(self._sum_seen(experiment.recipe, cohort, sent[0], answers))
                 else:

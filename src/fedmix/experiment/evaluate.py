@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedmix.core.score import LOWER_IS_BETTER, MEASURES, score
 from fedmix.core.tree import nbytes
-from fedmix.core.types import Algorithm, Private, State
+from fedmix.core.types import Algorithm, Message, Private, State
 from fedmix.data.federation import Federation
 from fedmix.engines.client import CHUNK, Task
 from fedmix.engines.store import Store
@@ -63,7 +63,8 @@ def client_scores(
 ) -> Scores:
     """Clients on their own `part`: the server's weights with their private parts, fine-tuned for some epochs or not."""
     tasks = [Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in clients]
-    return scores_of({s: answer.numbers for s, answer in zip(clients, engine.run(tasks), strict=True)})
+    answers = zip(clients, engine.run(tasks), strict=True)  # of those that can be reached
+    return scores_of({s: answer.numbers for s, answer in answers if isinstance(answer, Message)})
 
 
 @dataclass(frozen=True)

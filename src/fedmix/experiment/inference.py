@@ -23,7 +23,7 @@ from fedmix.engines.store import MemoryStore
 from fedmix.errors import DataError, SettingError
 from fedmix.experiment import evaluate
 from fedmix.experiment.evaluate import Crowd, Scores
-from fedmix.experiment.loop import Engine
+from fedmix.experiment.loop import Engine, everyone
 from fedmix.experiment.restore import Restored
 from fedmix.experiment.run import make_engine
 from fedmix.rng import stream
@@ -186,7 +186,9 @@ class _Evaluation:
             epochs = math.ceil(settings.adapt_steps / math.ceil(n / self.recipe.training.batch_size))
             t = self.recipe.rounds
             tasks.append(Task("evaluate", t, s, message, "test", finetune=finetune, adapt=epochs, points=points))
-        return evaluate.scores_of({s: answer.numbers for s, answer in zip(who, engine.run(tasks), strict=True)})
+        return evaluate.scores_of(
+            {s: answer.numbers for s, answer in zip(who, everyone(engine.run(tasks)), strict=True)}
+        )
 
     def _densities(self, engine: Engine) -> list[Message] | None:
         """Each client's generative model of its own inputs."""
@@ -199,11 +201,11 @@ class _Evaluation:
         except DataError as error:
             self.notes["generative"] = str(error)
             return None
-        clients, trained = list(self.crowd.clients), []
+        clients, trained = list(self.crowd.clients), list[Message]()
         for start in range(0, len(clients), AT_ONCE):
             self.watch("a VAE on each client", start, len(clients))
             tasks = [Task("density", self.run.state.round, s, Message({})) for s in clients[start : start + AT_ONCE]]
-            trained += engine.run(tasks)
+            trained += everyone(engine.run(tasks))
         return trained
 
     def _cleverer(self, new: Federation, who: Sequence[int], densities: Sequence[Message] | None) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """What an honest but curious server can make of a client's answer: estimates of its label marginal p(y|s) (sec:privacy)."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -82,22 +86,37 @@ def _programme(q: Vector, phi: Vector, support: Mask, n: int, fewest: int) -> tu
     if not held or fewest * held > n:
         return None
     eye, whole = np.eye(experts), np.concatenate([np.ones(held), np.zeros(experts)])
-    found = optimize.milp(
-        1 - whole,
-        constraints=[
-            optimize.LinearConstraint(np.hstack([rows.T, -eye]), -np.inf, n * q),
-            optimize.LinearConstraint(np.hstack([rows.T, eye]), n * q, np.inf),
-            optimize.LinearConstraint(whole, n, n),
-        ],
-        integrality=whole,
-        bounds=optimize.Bounds(fewest * whole, np.inf),
-        options={"time_limit": MILP_SECONDS},
-    )
+    with _no_chatter():
+        found = optimize.milp(
+            1 - whole,
+            constraints=[
+                optimize.LinearConstraint(np.hstack([rows.T, -eye]), -np.inf, n * q),
+                optimize.LinearConstraint(np.hstack([rows.T, eye]), n * q, np.inf),
+                optimize.LinearConstraint(whole, n, n),
+            ],
+            integrality=whole,
+            bounds=optimize.Bounds(fewest * whole, np.inf),
+            options={"time_limit": MILP_SECONDS},
+        )
     if found.x is None:
         return None
     estimate = np.zeros(len(phi))
     estimate[support] = np.round(found.x[:held]) / n
     return estimate, float(found.fun)
+
+
+@contextmanager
+def _no_chatter() -> Iterator[None]:
+    """HiGHS writes to the process's standard output by itself, where only results belong."""
+    sys.stdout.flush()
+    before, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(nowhere)
 
 
 def total_variation(p: Vector, q: Vector) -> float:

@@ -133,7 +133,8 @@ def run(
     ):
         directory.describe_environment(started.name, started.workers, device, recipe.seed)
         per_round = recipe.clients_per_round
-        for step in rounds(algorithm, started, state, recipe.seed, len(federation), per_round, recipe.rounds):
+        everyone = len(federation)
+        for step in rounds(algorithm, started, state, recipe.seed, everyone, per_round, recipe.rounds, recipe.server):
             state = step.state
             # local accuracy while training: each client's own score, on validation data, of the weights it just sent
             carried["proxy"] |= {str(r.client): _score(r.message.numbers) for r in step.replies}
@@ -168,6 +169,8 @@ def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[st
         "divergence": step.diagnosis.divergence,
         "clients": [reply.client for reply in step.replies],
         **step.diagnosis.detail,
+        "refused": [{"client": r.client, "field": r.field, "reason": r.reason} for r in step.refused],
+        "absent": [{"client": client, "reason": reason} for client, reason in step.absent.items()],
     }
     if step.t % recipe.evaluation.every == 0 or step.t == recipe.rounds:
         began = time.perf_counter()
