@@ -171,7 +171,9 @@ def _after_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", default="local", metavar="E", help="local (all cores) or serial (the plain loop)")
+    parser.add_argument(
+        "--engine", default="local", metavar="E", help="local (all cores), serial (a plain loop), flower (Ray)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
     parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
 
@@ -226,7 +228,7 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     try:
         small = "" if recipe.scale == "full" else f", scale {recipe.scale}"
         with progress(f"{recipe.algorithm}, seed {recipe.seed}{small}", args.quiet) as watch:
-            return run(experiment, directory, args.engine, args.workers, watch, args.device)
+            return run(experiment, directory, args.engine, args.workers, watch, args.device, args.data_dir)
     except Stopped as stopped:
         print(f"fedmix: {stopped}", file=sys.stderr)
         return None

@@ -44,13 +44,14 @@ def progress(title: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
 @contextmanager
 def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call as work goes from stage to stage: (what is being done, how much of it is done, of how much)."""
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     if quiet or not sys.stderr.isatty():
 
         def say(name: str, done: int, total: int) -> None:
-            if name not in seen and not quiet:
-                seen.add(name)
-                print(f"{name} ...", file=sys.stderr, flush=True)
+            tenth = 10 * done // max(total, 1)
+            if tenth > seen.get(name, -1) and not quiet:
+                seen[name] = tenth
+                print(f"{name} ..." + (f" {done:,} of {total:,}" if total > 1 else ""), file=sys.stderr, flush=True)
 
         yield say
         return

@@ -1,6 +1,7 @@
 """The client's side of the wire: what a client does with a message. Every engine runs exactly this."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +27,10 @@ class Task:
     evaluate: a score on `part`, after `adapt` epochs of its private parts alone and `finetune` epochs of everything, on
     `points` of its labelled points (0: all), all of which is then forgotten.
     density: a generative model of the client's inputs (core.vae).
+    share: the client's private state; only where clients are somewhere else, and allow it.
     """
 
-    kind: Literal["train", "evaluate", "density"]
+    kind: Literal["train", "evaluate", "density", "share"]
     round: int
     client: int
     message: Message
@@ -132,6 +134,17 @@ def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
     sent = task.message.to(data.x.device)
     reply = algorithm.wrap(sent, message, task.stream(seed).child("noise")).to(CPU)
     return Message(reply.tensors, {**reply.numbers, **scored}), placed(after, CPU)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in a worker: sums in the same order on machines of any number of cores, and no threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.arena import Arena
 from fedmix.engines.client import CPU, Answer, Task, perform_group
-from fedmix.engines.store import Store
+from fedmix.engines.store import StatesHere, Store
 from fedmix.errors import ClientError, FedmixError, SettingError
 
 BATCH = 256  # tasks whose private states are in shared memory at once
@@ -35,7 +35,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class LocalEngine:
+class LocalEngine(StatesHere):
     name = "local"
 
     def __init__(

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from fedmix.core.types import Algorithm, Clients, Message
-from fedmix.engines.client import CPU, Task, perform
-from fedmix.engines.store import Store
+from fedmix.engines.client import CPU, Task, one_thread, perform
+from fedmix.engines.store import StatesHere, Store
 
 
-class SerialEngine:
+class SerialEngine(StatesHere):
     name = "serial"
     workers = 1
 
@@ -26,12 +26,13 @@ class SerialEngine:
     def run(self, tasks: Sequence[Task]) -> list[Message]:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
         answers = []
-        for task in tasks:
-            own = self.store.get(task.client, self._new)
-            answer, after = perform(self.algorithm, self.clients, self.seed, task, own, self.device)
-            if task.kind == "train":
-                self.store.put(task.client, after)
-            answers.append(answer)
+        with one_thread():
+            for task in tasks:
+                own = self.store.get(task.client, self._new)
+                answer, after = perform(self.algorithm, self.clients, self.seed, task, own, self.device)
+                if task.kind == "train":
+                    self.store.put(task.client, after)
+                answers.append(answer)
         return answers
 
     def close(self) -> None:

@@ -1,17 +1,24 @@
 """Clients' private states, in memory or on disk. A client that never took part has no entry and costs nothing."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save, save_file
 
 from fedmix.core.types import Private
+from fedmix.errors import ClientError
 
 
 class Store(Protocol):
     def get(self, client: int, new: Private) -> Private:
         """A client's state; `new`, the common start, for one that never took part."""
+        ...
+
+    def many(self, clients: Sequence[int]) -> list[Private]:
+        """The states of clients that took part."""
         ...
 
     def put(self, client: int, private: Private) -> None: ...
@@ -24,6 +31,19 @@ class Store(Protocol):
         ...
 
 
+class StatesHere:
+    """Of engines whose store holds the clients' states: a checkpoint has them, there is nothing else to remember."""
+
+    def memory(self) -> dict[str, Any]:
+        return {}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        pass
+
+    def accept(self, t: int, clients: Sequence[int]) -> None:
+        pass
+
+
 class MemoryStore:
     def __init__(self) -> None:
         self._states: dict[int, Private] = {}
@@ -31,6 +51,9 @@ class MemoryStore:
 
     def get(self, client: int, new: Private) -> Private:
         return self._states.get(client, new)
+
+    def many(self, clients: Sequence[int]) -> list[Private]:
+        return [self._states[client] for client in clients]
 
     def put(self, client: int, private: Private) -> None:
         self._states[client] = private
@@ -61,6 +84,9 @@ class DiskStore:
     def get(self, client: int, new: Private) -> Private:
         return load_file(self._path(client)) if client in self._known else new
 
+    def many(self, clients: Sequence[int]) -> list[Private]:
+        return [self.get(client, {}) for client in clients]
+
     def put(self, client: int, private: Private) -> None:
         part = self._path(client).with_suffix(".part")
         save_file({name: value.contiguous() for name, value in private.items()}, part)
@@ -74,3 +100,40 @@ class DiskStore:
     def take_changed(self) -> list[int]:
         changed, self._changed = sorted(self._changed), set()
         return changed
+
+
+class SiteStore:
+    """Private states on a client's own disk: a folder for each client, in it the states after the rounds that may still
+    count, readable by its owner alone. The server names the round; the two never disagree, whoever of them crashed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, client: int, t: int) -> Path:
+        return self.folder / str(client) / f"{t:06d}.safetensors"
+
+    def get(self, client: int, t: int, new: Private) -> Private:
+        """The state after round t; 0: of a client that never took part."""
+        if t == 0:
+            return new
+        path = self._path(client, t)
+        if not path.is_file():
+            raise ClientError(f"client {client} has no private state of round {t} in {path.parent}")
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ClientError(f"client {client}: {path} is damaged ({error})") from error
+
+    def put(self, client: int, t: int, private: Private, before: int) -> None:
+        """Keep the state after round t, and that after round `before`, from which t may have to be done again."""
+        path = self._path(client, t)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = path.with_suffix(".part")
+        with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(save({name: value.contiguous() for name, value in private.items()}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        for old in path.parent.iterdir():
+            if old not in (path, self._path(client, before)):
+                old.unlink(missing_ok=True)

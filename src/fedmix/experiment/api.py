@@ -49,7 +49,7 @@ def train(
     check(experiment, engine, workers, device)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
-        run(experiment, directory, engine, workers, watch, device)
+        run(experiment, directory, engine, workers, watch, device, data_dir)
     finally:
         directory.close()
     return load(out, model)

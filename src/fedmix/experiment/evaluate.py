@@ -90,7 +90,8 @@ def crowd(algorithm: Algorithm, store: Store, federation: Federation, share_priv
         return None
     took_part = store.clients()
     sizes = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
-    return Crowd([store.get(s, {}) for s in took_part], torch.log(sizes / sizes.sum()), took_part)
+    privates = store.many(took_part) if algorithm.uses_private else [{} for _ in took_part]
+    return Crowd(privates, torch.log(sizes / sizes.sum()), took_part)
 
 
 def on_union(

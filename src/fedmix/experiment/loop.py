@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from fedmix.algorithms.settings import ServerSettings
 from fedmix.core import guard
@@ -25,6 +25,15 @@ class Engine(Protocol):
         """The clients' answers, in the order of the tasks."""
         ...
 
+    def accept(self, t: int, clients: Sequence[int]) -> None:
+        """The answers of these clients in round t count."""
+        ...
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must know beside the store."""
+        ...
+
+    def remember(self, memory: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -83,6 +92,7 @@ def rounds(
                 f"asks for {server.min_replies} ({first}). The run can be resumed from its last checkpoint."
             )
         state, diagnosis = algorithm.server_update(state, replies)
+        engine.accept(t, [reply.client for reply in replies])
         yield Round(
             t=t,
             state=state,

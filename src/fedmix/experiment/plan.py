@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedmix.algorithms.fedmix import POSTERIOR
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
+from fedmix.engines.client import one_thread
 from fedmix.engines.local import cores
 from fedmix.errors import DataMissing, SettingError
 from fedmix.experiment.build import Experiment, build
@@ -119,9 +120,7 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
         held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return value
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    try:
+    with one_thread():
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
             reply, after = algorithm.client_update(message, private, data, rng, 1)
         times: list[float] = []
@@ -130,6 +129,4 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
             start = time.perf_counter()
             algorithm.client_update(message, private, data, rng, 1)
             times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
     return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), sorted(times)[len(times) // 2])

@@ -14,21 +14,23 @@ import torch
 from fedmix.core.score import MEASURES
 from fedmix.core.tree import Params
 from fedmix.core.types import State
+from fedmix.engines.flower import FlowerEngine, flwr, nodes_of, simulate
 from fedmix.engines.local import LocalEngine, cores
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore, Store
-from fedmix.errors import SettingError, one_of
+from fedmix.errors import RunError, SettingError, one_of
 from fedmix.experiment import evaluate
 from fedmix.experiment.accounting import accountant_or_complain, guarantee
 from fedmix.experiment.build import Experiment
-from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.checkpoint import Checkpoint, Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
-from fedmix.experiment.recipe import OWN, read_recipe
+from fedmix.experiment.recipe import OWN, dump_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
-ENGINES = ("local", "serial")
+ENGINES = ("local", "serial", "flower")
+CLIENT_APP = "fedmix.apps.client:app"  # what Flower runs where clients are
 DEVICES = ("cpu", "cuda", "mps")
 
 
@@ -63,6 +65,15 @@ def check(experiment: Experiment, engine: str, workers: int | None, device: str 
         raise SettingError(f"--device must be one that this machine has. torch cannot use {device!r} here.")
     if engine not in ENGINES:
         raise SettingError(one_of("--engine", engine, ENGINES))
+    if engine == "flower":
+        flwr()
+        if device != "cpu":
+            raise SettingError(f"--device must be cpu with --engine flower. Got {device!r} instead.")
+        if OWN in (experiment.recipe.data.source, experiment.recipe.model.name):
+            raise SettingError(
+                "--engine flower needs data and a model that a recipe can name (package.module:name, files): its clients are "
+                "other processes, which cannot have what was handed over in Python."
+            )
     if workers is not None and workers < 1:
         raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
     if experiment.recipe.warm_start:
@@ -104,54 +115,101 @@ def run(
     workers: int | None = None,
     watch: Callable[[Progress], None] | None = None,
     device: str = "cpu",
+    data_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Train, from the last checkpoint if there is one, and write the summary, which is also returned."""
-    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
-    state = algorithm.init(recipe.seed)
+    """Train, from the last checkpoint if there is one, and write the summary, which is also returned.
+
+    data_dir: where clients that are other processes look for the data first.
+    """
+    recipe, federation = experiment.recipe, experiment.federation
     checkpoints = Checkpoints(directory.path / "checkpoints", recipe.checkpoint.keep)
-    found = checkpoints.load_last(state)
+    found = checkpoints.load_last(experiment.algorithm.init(recipe.seed))
     done = directory.summary()
     if found and done and found.round == recipe.rounds == done["rounds"]:
         return done
+    if found and (engine == "flower") != ("engine" in found.carried):
+        words = "without --engine flower" if engine == "flower" else "with --engine flower"
+        raise RunError(f"{directory.path} must go on {words}: its clients' private states are where it was trained.")
     directory.describe_federation(federation)
     directory.describe_recipe(recipe)
     directory.go_on()
-    store: Store = DiskStore(directory.path / "clients") if recipe.checkpoint.clients == "disk" else MemoryStore()
-    carried: dict[str, Any] = {"proxy": {}, "seconds": 0.0}
-    if found:
-        state, carried = found.state, found.carried
-        for client, private in found.clients.items():
+    directory.cut_metrics(found.round if found else 0)
+
+    with _deferred_signals() as asked_to_stop:
+        going = _Going(experiment, directory, checkpoints, found, watch, asked_to_stop)
+        if engine == "flower":
+            nodes = workers or cores()
+            about = {"recipe": dump_recipe(recipe), "folder": str(going.clients_folder.resolve()), "data_dir": data_dir}
+            ended: list[dict[str, Any]] = []
+
+            def serve(grid: Any) -> None:
+                with closing(FlowerEngine(grid, about, None, nodes_of(grid, nodes))) as started:
+                    ended.append(going.to_its_end(started, device))
+
+            simulate(nodes, CLIENT_APP, serve)
+            summary = ended[0]
+        else:
+            with closing(make_engine(engine, workers, experiment, going.store(), device)) as started:
+                summary = going.to_its_end(started, device)
+    directory.finish(summary)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Going:
+    """A run on its way, whatever engine it is on."""
+
+    experiment: Experiment
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    found: Checkpoint | None
+    watch: Callable[[Progress], None] | None
+    asked_to_stop: Callable[[], bool]
+
+    @property
+    def clients_folder(self) -> Path:
+        return self.directory.path / "clients"
+
+    def store(self) -> Store:
+        """Clients' private states as the last checkpoint has them."""
+        on_disk = self.experiment.recipe.checkpoint.clients == "disk"
+        store: Store = DiskStore(self.clients_folder) if on_disk else MemoryStore()
+        for client, private in (self.found.clients if self.found else {}).items():
             store.put(client, private)
         store.take_changed()
-    else:
-        state = starting_state(experiment)
-    directory.cut_metrics(state.round)
+        return store
 
-    with (
-        closing(make_engine(engine, workers, experiment, store, device)) as started,
-        _deferred_signals() as asked_to_stop,
-    ):
-        directory.describe_environment(started.name, started.workers, device, recipe.seed)
-        per_round = recipe.clients_per_round
-        everyone = len(federation)
-        for step in rounds(algorithm, started, state, recipe.seed, everyone, per_round, recipe.rounds, recipe.server):
+    def to_its_end(self, engine: Engine, device: str) -> dict[str, Any]:
+        """The rounds that are left, each with its metrics, evaluation and checkpoint; then the summary."""
+        recipe, algorithm, found = self.experiment.recipe, self.experiment.algorithm, self.found
+        state = found.state if found else starting_state(self.experiment)
+        carried: dict[str, Any] = found.carried if found else {"proxy": {}, "seconds": 0.0}
+        engine.remember(carried.get("engine", {}))
+        self.directory.describe_environment(engine.name, engine.workers, device, recipe.seed)
+        elsewhere = (
+            engine.name == "flower"
+        )  # clients keep the states of two rounds: the server may not fall further behind
+        everyone, per_round = len(self.experiment.federation), recipe.clients_per_round
+        for step in rounds(algorithm, engine, state, recipe.seed, everyone, per_round, recipe.rounds, recipe.server):
             state = step.state
             # local accuracy while training: each client's own score, on validation data, of the weights it just sent
             carried["proxy"] |= {str(r.client): _score(r.message.numbers) for r in step.replies}
             carried["seconds"] += step.seconds
-            line = _metrics(experiment, started, step, carried["proxy"])
-            directory.append_metrics(line)
+            if elsewhere:
+                carried["engine"] = engine.memory()
+            line = _metrics(self.experiment, engine, step, carried["proxy"])
+            self.directory.append_metrics(line)
             last = step.t == recipe.rounds
-            stop = asked_to_stop()  # asked once: a signal between here and the end of the step waits for the next one
-            if last or stop or step.t % recipe.checkpoint.every == 0:
-                checkpoints.save(state, store, carried)
-            if watch:
-                watch(Progress(step.t, recipe.rounds, line))
+            stop = (
+                self.asked_to_stop()
+            )  # asked once: a signal between here and the end of the step waits for the next one
+            if last or stop or elsewhere or step.t % recipe.checkpoint.every == 0:
+                self.checkpoints.save(state, engine.store, carried)
+            if self.watch:
+                self.watch(Progress(step.t, recipe.rounds, line))
             if stop and not last:
-                raise Stopped(step.t, directory.path)
-        summary = summarise(experiment, started, state, directory, carried)
-    directory.finish(summary)
-    return summary
+                raise Stopped(step.t, self.directory.path)
+        return summarise(self.experiment, engine, state, self.directory, carried)
 
 
 def _score(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,48 @@
+"""Flower's ClientApp: every message goes to the site's code; torch is imported when the first one comes."""
+
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+_known: dict[str, Any] = {}  # the site of the run that this process serves
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Training, evaluation and whatever else the server asks of the clients that live here."""
+    from fedmix.engines.flower import pack_outcomes, unpack_orders
+
+    about, orders = unpack_orders(message.content)
+    return Message(content=_answer(pack_outcomes(_site(about).handle(orders))), reply_to=message)
+
+
+def _answer(content: Any) -> RecordDict:
+    made: RecordDict = content
+    return made
+
+
+def _site(about: dict[str, Any]) -> Any:
+    """The simulation's site: the recipe's own federation, private states in the run directory."""
+    import tomllib
+    from pathlib import Path
+
+    from fedmix.engines.site import Site
+    from fedmix.engines.store import SiteStore
+    from fedmix.experiment.build import build
+    from fedmix.experiment.recipe import make_recipe
+
+    key = f"{about['folder']} {about['recipe']}"
+    if key not in _known:
+        recipe = make_recipe(tomllib.loads(about["recipe"]))
+        made = build(recipe, data_dir=about["data_dir"])
+        _known.clear()
+        _known[key] = Site(
+            made.algorithm,
+            made.federation,
+            recipe.seed,
+            SiteStore(Path(about["folder"])),
+            recipe.evaluation.share_private,
+        )
+    return _known[key]
