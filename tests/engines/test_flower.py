@@ -33,9 +33,6 @@ class Grid:
     def get_node_ids(self):
         return [node for node in self.nodes if node not in self.gone]
 
-    def create_message(self, content, kind, node, group, ttl):
-        return SimpleNamespace(content=content, metadata=SimpleNamespace(dst_node_id=node))
-
     def push_messages(self, messages):
         ids = []
         for message in messages:
@@ -56,6 +53,16 @@ class Grid:
 
     def pull_messages(self, ids):
         return [self.replies.pop(name) for name in ids if name in self.replies]
+
+
+@pytest.fixture(autouse=True)
+def plain_messages(monkeypatch):
+    """Flower makes messages only inside an app of its own."""
+    monkeypatch.setattr(
+        flower,
+        "parcel",
+        lambda content, node, *_: SimpleNamespace(content=content, metadata=SimpleNamespace(dst_node_id=node)),
+    )
 
 
 def site_of(experiment, folder, share=True):

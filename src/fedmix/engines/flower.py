@@ -196,6 +196,11 @@ def nodes_of(grid: Any, count: int, seconds: float = 300.0) -> list[int]:
     return found
 
 
+def parcel(content: Any, node: int, group: str, ttl: float | None = None, kind: str = ASK) -> Any:
+    """A message of Flower's to one node."""
+    return flwr().Message(content, node, kind, group_id=group, ttl=ttl)
+
+
 class RemoteStore:
     """Clients' private states that are somewhere else. Known here: who took part, and after which round its state was kept."""
 
@@ -263,9 +268,7 @@ class FlowerEngine:
         answers: dict[int, Message | Absent] = {}
         sent: dict[str, list[int]] = {}
         for node, own in self._parcels(orders):
-            message = self.grid.create_message(
-                pack_orders(self.about, own), ASK, node, str(tasks[0].round), ttl=self.deadline or None
-            )
+            message = parcel(pack_orders(self.about, own), node, str(tasks[0].round), self.deadline or None)
             (message_id,) = self.grid.push_messages([message])
             sent[message_id] = [order.task.client for order in own]
         for message_id, outcomes in self._collect(sent).items():
