@@ -98,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         "every kind of inference of a trained run: for clients that took part, for new ones with labels and without",
     )
     _after_options(evaluate)
-    evaluate.add_argument("--no-vae", action="store_true", help="no generative model on each client for p(s|x)")
+    evaluate.add_argument(
+        "--vae",
+        action=argparse.BooleanOptionalAction,
+        help="a generative model on each client, for p(s|x) (default: where that takes minutes at most)",
+    )
     evaluate.add_argument(
         "--points",
         type=int,
@@ -170,16 +174,16 @@ def _after_options(parser: argparse.ArgumentParser) -> None:
     _data_options(parser)
 
 
-def _engine_options(parser: argparse.ArgumentParser) -> None:
+def _engine_options(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
-        "--engine", default="local", metavar="E", help="local (all cores), serial (a plain loop), flower (Ray)"
+        "--engine", default="local", metavar="E", help=f"local (all cores), serial (a plain loop){more}"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
     parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
-    _engine_options(parser)
+    _engine_options(parser, ", flower (Ray)")
     parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
@@ -330,7 +334,7 @@ def _evaluate(args: Any) -> int:
     from fedmix.progress import stages
     from fedmix.report.evaluation import draw_new_clients, evaluation_table
 
-    options = Options(args.clients, not args.no_vae, args.points, args.engine, args.workers, args.device)
+    options = Options(args.clients, args.vae, args.points, args.engine, args.workers, args.device)
     run = _restored(args)
     with stages(args.quiet) as watch:
         result = evaluate_run(run, options, watch)
@@ -368,10 +372,10 @@ def _audit(args: Any) -> int:
 def _restored(args: Any) -> Any:
     """The run that a command looks at, with its data."""
     from fedmix.experiment.restore import restore
-    from fedmix.experiment.run import check
+    from fedmix.experiment.run import HERE, check
 
     run = restore(args.run, data_dir=getattr(args, "data_dir", None))
-    check(run.experiment, args.engine, args.workers, args.device)
+    check(run.experiment, args.engine, args.workers, args.device, HERE)
     return run
 
 

@@ -14,7 +14,7 @@ from fedmix.experiment.inference import Options, evaluate_run
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
-from fedmix.experiment.run import Progress, check, run
+from fedmix.experiment.run import HERE, Progress, check, run
 from fedmix.experiment.trained import TrainedRun, load
 
 
@@ -62,7 +62,7 @@ def evaluate(
     model: Callable[[], nn.Module] | nn.Module | None = None,
     data_dir: str | None = None,
     clients: int = 0,
-    densities: bool = True,
+    densities: bool | None = None,
     points: int = 2000,
     engine: str = "local",
     workers: int | None = None,
@@ -71,11 +71,11 @@ def evaluate(
     """Every kind of inference of a trained run, as plain numbers: what `fedmix evaluate RUN --json` prints.
 
     federation, model: again, where they were handed over in Python. clients: so many, drawn at random (0: all).
-    densities: a generative model on each client, for p(s|x) of at most `points` inputs.
+    densities: a generative model on each client, for p(s|x) of at most `points` inputs; None: where that is quick.
     """
     options = Options(clients, densities, points, engine, workers, device)
     found = restore(run, federation, model, data_dir)
-    check(found.experiment, engine, workers, device)
+    check(found.experiment, engine, workers, device, HERE)
     return evaluate_run(found, options)
 
 
@@ -92,7 +92,7 @@ def audit(
 ) -> dict[str, Any]:
     """What the server could have learnt of the clients' labels, as plain numbers: what `fedmix audit RUN --json` prints."""
     found = restore(run, federation, model, data_dir)
-    check(found.experiment, engine, workers, device)
+    check(found.experiment, engine, workers, device, HERE)
     return audit_run(found, Where(clients, engine, workers, device))
 
 

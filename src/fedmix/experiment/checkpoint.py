@@ -19,8 +19,8 @@ from safetensors.torch import load
 
 from fedmix.core.tree import Params, flatten, unflatten
 from fedmix.core.types import State
-from fedmix.engines.store import Store
-from fedmix.errors import RunError
+from fedmix.engines.store import SiteStore, Store
+from fedmix.errors import ClientError, RunError
 from fedmix.experiment.files import digest, write_json, write_tensors
 
 
@@ -111,6 +111,18 @@ class Checkpoints:
             ) from error
         self._files = manifest["clients"]
         return Checkpoint(t, state, clients, carried)
+
+
+def private_states(path: Path, found: Checkpoint) -> dict[int, Params]:
+    """The clients' private states of a run at a checkpoint: in it, or in files of their own where clients were processes
+    of Flower's on this machine."""
+    if "engine" not in found.carried:
+        return found.clients
+    store = SiteStore(path / "clients")
+    try:
+        return {int(s): store.get(int(s), int(t), {}) for s, t in found.carried["engine"].items()}
+    except ClientError as error:
+        raise RunError(f"{path}: private states are with the clients, where the run was trained ({error}).") from error
 
 
 def _read(path: Path, known: str) -> Params:

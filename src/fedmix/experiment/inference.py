@@ -29,6 +29,7 @@ from fedmix.experiment.run import make_engine
 from fedmix.rng import stream
 
 LABELLED = (5, 20, 100, 0)  # points of a new client; 0: all that it has
+QUICK = 10_000_000  # numbers in the clients' training inputs: minutes of training their densities, not hours
 AT_ONCE = 10  # clients that train a density between two looks at the clock
 Watch = Callable[[str, int, int], None]  # (what is being done, how much of it is done, of how much)
 
@@ -46,7 +47,7 @@ class Options:
     """What is evaluated, and where it runs."""
 
     clients: int = 0  # so many of them, drawn at random; 0: all
-    densities: bool = True  # train a generative model on each client for p(s|x)
+    densities: bool | None = None  # train a generative model on each client for p(s|x); None: where that is quick
     points: int = 2000  # of a new client's inputs for p(s|x), whose cost is clients x points; 0: all
     engine: str = "local"
     workers: int | None = None
@@ -193,8 +194,10 @@ class _Evaluation:
     def _densities(self, engine: Engine) -> list[Message] | None:
         """Each client's generative model of its own inputs."""
         assert self.crowd is not None
-        if not self.options.densities:
-            self.notes["generative"] = "not asked for (--no-vae)"
+        asked, numbers = self.options.densities, self._numbers_to_learn()
+        if asked is False or (asked is None and numbers > QUICK):
+            long = f"left out: a VAE on each client would learn {numbers / 1e6:,.0f} million numbers; --vae asks for it"
+            self.notes["generative"] = "not asked for (--no-vae)" if asked is False else long
             return None
         try:
             self.federation.unit(self.federation.examples(0, "train").x)
@@ -207,6 +210,11 @@ class _Evaluation:
             tasks = [Task("density", self.run.state.round, s, Message({})) for s in clients[start : start + AT_ONCE]]
             trained += everyone(engine.run(tasks))
         return trained
+
+    def _numbers_to_learn(self) -> int:
+        """Of all clients' training inputs: what training their densities costs grows with it."""
+        assert self.crowd is not None
+        return sum(self.federation.size(s) for s in self.crowd.clients) * self.federation.x[0].numel()
 
     def _cleverer(self, new: Federation, who: Sequence[int], densities: Sequence[Message] | None) -> dict[str, Any]:
         """p(s|x) in place of p(s), and one gate in place of all."""

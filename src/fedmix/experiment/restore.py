@@ -13,7 +13,7 @@ from fedmix.data.federation import Federation
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.experiment.build import Experiment, build
-from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.checkpoint import Checkpoints, private_states
 from fedmix.experiment.recipe import OWN
 from fedmix.experiment.record import run_recipe
 
@@ -66,6 +66,6 @@ def restore(
     if found is None:
         raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
     store = MemoryStore()
-    for client, private in found.clients.items():
+    for client, private in private_states(path, found).items():
         store.put(client, private)
     return Restored(path, experiment, found.state, store, found.carried)

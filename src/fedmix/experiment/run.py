@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,8 @@ from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
-ENGINES = ("local", "serial", "flower")
+HERE = ("local", "serial")  # engines whose clients are on this machine
+ENGINES = (*HERE, "flower")
 CLIENT_APP = "fedmix.apps.client:app"  # what Flower runs where clients are
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -57,14 +58,20 @@ def _other_runs_experts(experiment: Experiment) -> tuple[Params, ...]:
     return load(path, experiment.model.build if own else None).experts
 
 
-def check(experiment: Experiment, engine: str, workers: int | None, device: str = "cpu") -> None:
+def check(
+    experiment: Experiment,
+    engine: str,
+    workers: int | None,
+    device: str = "cpu",
+    engines: Sequence[str] = ENGINES,
+) -> None:
     """Refuse what cannot run before anything on disk is touched."""
     if device not in DEVICES and not device.startswith("cuda:"):
         raise SettingError(one_of("--device", device, (*DEVICES, "cuda:N")))
     if device != "cpu" and not _reachable(device):
         raise SettingError(f"--device must be one that this machine has. torch cannot use {device!r} here.")
-    if engine not in ENGINES:
-        raise SettingError(one_of("--engine", engine, ENGINES))
+    if engine not in engines:
+        raise SettingError(one_of("--engine", engine, engines))
     if engine == "flower":
         flwr()
         if device != "cpu":

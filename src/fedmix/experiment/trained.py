@@ -19,7 +19,7 @@ from fedmix.data.federation import client_number, normalised
 from fedmix.engines.client import predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
-from fedmix.experiment.checkpoint import Checkpoints
+from fedmix.experiment.checkpoint import Checkpoints, private_states
 from fedmix.experiment.recipe import Recipe
 from fedmix.experiment.record import read_metrics, run_recipe
 
@@ -43,7 +43,7 @@ class TrainedRun:
             raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
         self.round = found.round
         self._state = found.state
-        self._privates = found.clients
+        self._privates = private_states(path, found)
 
     @property
     def experts(self) -> tuple[Params, ...]:
