@@ -21,6 +21,7 @@ def test_evaluate_answers_for_old_new_and_unknown_clients(digits_run, capsys):
     capsys.readouterr()
     assert fedmix("evaluate", str(out), "--json", "--quiet") == 0
     result = json.loads(capsys.readouterr().out)
+    assert result.pop("picture") == str(out / "new-clients.png")
     assert result == json.loads((out / "evaluation.json").read_text())
     assert result["algorithm"] == method
     for kind in ("local", "proxy", "server"):
@@ -44,6 +45,7 @@ def test_audit_shows_what_the_server_could_learn(digits_run, capsys):
     capsys.readouterr()
     assert fedmix("audit", str(out), "--json", "--quiet") == 0
     result = json.loads(capsys.readouterr().out)
+    assert result.pop("picture") == str(out / "audit.png")
     assert result == json.loads((out / "audit.json").read_text())
     single = result["attacks"]["start"]["bias_single_step"]
     assert single["total_variation"]["mean"] < 0.5 * result["guess"]["total_variation"]["mean"]
@@ -137,3 +139,77 @@ def test_trouble_is_said_once_while_training(tmp_path, capsys):
     assert first is not None
     kind = first["warnings"][0].split(":")[0]
     assert progress.count(f"  {kind}: ") == 1
+
+
+def test_runs_without_test_data_have_no_figures_to_draw_and_no_traceback(tmp_path, capsys):
+    nothing = ["--set", "data.test=0", *SMALL]
+    out = str(tmp_path / "r")
+    assert fedmix("train", "digits-skew", "--out", out, "--set", "data.holdout_clients=2", *nothing) == 0
+    assert fedmix("evaluate", out, "--no-vae", "--quiet") == 0
+    assert fedmix("sweep", "digits-skew", "--set", "fedmix.beta=0.8,1.2", "--out", str(tmp_path / "s"), *nothing) == 0
+    assert fedmix("audit", out, "--clients", "1", "--quiet") == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_only_seeds_can_vary_and_conflicts_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fedmix("sweep", "digits-skew", "--set", "seed=0,1", "--json", *SMALL) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["settings"] for row in rows] == [{"seed": 0}, {"seed": 1}]
+    rounds = ["sweep", "digits-skew", "--set", "rounds=1,2", "--rounds", "2"]
+    assert "rounds must be given once" in refused(capsys, *rounds)
+    assert "each once" in refused(capsys, "sweep", "digits-skew", "--set", "fedmix.eta=0,1", "--seeds", "0,0")
+    run = str(next((tmp_path / "runs").glob("*/seed=0-seed0")))
+    assert "--clients must be 0" in refused(capsys, "audit", run, "--clients", "-1")
+
+
+def test_on_a_narrow_terminal_numbers_stay_whole(digits_run, capsys, monkeypatch):
+    from rich.console import Console
+
+    from fedmix.report.audit import audit_table
+    from fedmix.report.evaluation import evaluation_table
+
+    _, out = digits_run
+    for command, file, table in (
+        ("evaluate", "evaluation.json", evaluation_table),
+        ("audit", "audit.json", audit_table),
+    ):
+        if not (out / file).exists():
+            assert fedmix(command, str(out), "--quiet") == 0
+        result = json.loads((out / file).read_text())
+        console = Console(width=80)
+        with console.capture() as captured:
+            console.print(table(result))
+        text = captured.get()
+        wanted = result["local"]["accuracy"]["mean"] if command == "evaluate" else None
+        number = (
+            f"{100 * wanted:.1f} ±" if wanted is not None else f"{result['guess']['total_variation']['mean']:.3f} ±"
+        )
+        assert number in text, text
+
+
+def test_a_run_that_goes_on_forgets_what_was_said_of_it(tmp_path):
+    train = [
+        "train",
+        "digits-skew",
+        "--scale",
+        "small",
+        "--quiet",
+        "--out",
+        str(tmp_path / "r"),
+        "--algorithm",
+        "fedavg",
+    ]
+    assert fedmix(*train, "--rounds", "1") == 0
+    assert fedmix("audit", str(tmp_path / "r"), "--quiet") == 0
+    assert fedmix(*train, "--rounds", "2", "--resume") == 0
+    assert not (tmp_path / "r" / "audit.json").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]"])
+def test_a_damaged_description_of_the_data_is_one_line(text, tmp_path, capsys):
+    out = tmp_path / "r"
+    assert fedmix("train", "digits-skew", "--out", str(out), *SMALL, "--rounds", "1", "--algorithm", "fedavg") == 0
+    (out / "federation.json").write_text(text)
+    capsys.readouterr()
+    assert "federation.json must describe" in refused(capsys, "evaluate", str(out), "--quiet")

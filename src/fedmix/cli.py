@@ -280,7 +280,7 @@ def _sweep(args: Any) -> int:
     from fedmix.report.sweep import best, draw_sweep, sweep_rows, sweep_table
 
     grid = parse_grid(args.set)
-    given = grid.pop("seed", None)  # as good as --seeds
+    given = grid.pop("seed", None) if len(grid) > 1 else None  # as good as --seeds
     varied = [key for key, values in grid.items() if len(values) > 1]
     if not varied:
         raise SettingError(
@@ -288,13 +288,17 @@ def _sweep(args: Any) -> int:
         )
     if given and args.seeds:
         raise SettingError("seeds must be given once: by --seeds, or by --set seed=...")
+    if "seed" in grid and args.seeds:
+        raise SettingError("seeds must be given once: by --seeds, or by --set seed=...")
+    if "rounds" in grid and args.rounds is not None:
+        raise SettingError("rounds must be given once: by --rounds, or by --set rounds=...")
     rounds = {} if args.rounds is None else {"rounds": args.rounds}
     first = read_recipe(args.recipe, args.algorithm, {k: v[0] for k, v in grid.items()} | rounds, args.scale)
     seeds = _whole_numbers(args.seeds) if args.seeds else given or [first.seed]
     todo = []
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
-        for seed in seeds:
+        for seed in [point["seed"]] if "seed" in point else seeds:
             recipe = read_recipe(args.recipe, args.algorithm, {**point, **rounds, "seed": seed}, args.scale)
             todo.append(({key: point[key] for key in varied}, recipe))
     out = Path(args.out or f"runs/sweep-{first.name}-{'-'.join(key.split('.')[-1] for key in varied)}")
@@ -315,14 +319,13 @@ def _sweep(args: Any) -> int:
             print("fedmix: the runs before it are done; the same command with --resume goes on", file=sys.stderr)
             return 130
         runs.append((settings, summary))
-    if not runs:
-        return 2
     rows = sweep_rows(runs)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "sweep.json", {"rows": rows, "failed": failed})
-    drawn = _draw(draw_sweep, rows, out / "sweep.png")
+    drawn = _draw(draw_sweep, rows, out / "sweep.png") if rows else None
     if args.json:
         print(json.dumps({"rows": rows, "failed": failed, "picture": drawn}))
-    else:
+    elif rows:
         _print(sweep_table(rows))
         print(f"{best(rows)}\nresults: {out}" + (f", {drawn}" if drawn else ""))
     return 2 if failed else 0
@@ -334,7 +337,7 @@ def _evaluate(args: Any) -> int:
     from fedmix.progress import stages
     from fedmix.report.evaluation import draw_new_clients, evaluation_table
 
-    options = Options(args.clients, args.vae, args.points, args.engine, args.workers, args.device)
+    options = Options(args.clients, args.engine, args.workers, args.device, args.vae, args.points)
     run = _restored(args)
     with stages(args.quiet) as watch:
         result = evaluate_run(run, options, watch)
@@ -343,7 +346,7 @@ def _evaluate(args: Any) -> int:
     if result["new_clients"]["labelled"]:
         drawn = _draw(draw_new_clients, result, run.path / "new-clients.png")
     if "json" in args:
-        print(json.dumps(result))
+        print(json.dumps(result | {"picture": drawn}))
         return 0
     _print(evaluation_table(result))
     print(f"results: {run.path / 'evaluation.json'}" + (f", {drawn}" if drawn else ""))
@@ -351,8 +354,9 @@ def _evaluate(args: Any) -> int:
 
 
 def _audit(args: Any) -> int:
-    from fedmix.experiment.audit import Where, audit_run
+    from fedmix.experiment.audit import audit_run
     from fedmix.experiment.files import write_json
+    from fedmix.experiment.inference import Where
     from fedmix.progress import stages
     from fedmix.report.audit import audit_table, draw_audit
 
@@ -362,7 +366,7 @@ def _audit(args: Any) -> int:
     write_json(run.path / "audit.json", result)
     drawn = _draw(draw_audit, result, run.path / "audit.png")
     if "json" in args:
-        print(json.dumps(result))
+        print(json.dumps(result | {"picture": drawn}))
         return 0
     _print(audit_table(result))
     print(f"results: {run.path / 'audit.json'}" + (f", {drawn}" if drawn else ""))
@@ -386,7 +390,7 @@ def _draw(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> str | 
     except ModuleNotFoundError:
         print("fedmix: no picture: it needs Matplotlib: pip install 'fedmix[plots]'", file=sys.stderr)
         return None
-    return str(picture)
+    return str(picture) if picture.exists() else None
 
 
 def _plan(args: Any) -> int:
@@ -515,9 +519,14 @@ def _data_get(args: Any) -> int:
 
 def _whole_numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError
+        return numbers
     except ValueError:
-        raise SettingError(f"--seeds must be whole numbers with commas, as in 0,1,2. Got {text!r} instead.") from None
+        raise SettingError(
+            f"--seeds must be whole numbers with commas, each once, as in 0,1,2. Got {text!r} instead."
+        ) from None
 
 
 def _print(renderable: Any) -> None:

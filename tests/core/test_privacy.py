@@ -77,4 +77,6 @@ def test_troubles_are_said():
     assert health.of_clients(one_keeps_it, 0.5, 3, 100) == [
         "premature pruning: expert 3 is dropped by every client by round 3 of 100; nobody trains it any more"
     ]
+    between = torch.tensor([[0.4, 0.36, 0.12, 0.12]]).expand(6, 4)  # sent again (0.9 eta/K), and never returned (eta/K)
+    assert "experts 2, 3 are dropped by every client" in health.of_clients(between, 0.5, 90, 100)[0]
     assert health.of_use(torch.ones(1)) == []

@@ -12,11 +12,12 @@ from test_inference import trained
 from torch import nn
 
 from fedmix.core.tree import subtree
-from fedmix.errors import SettingError
+from fedmix.errors import RunError, SettingError
 from fedmix.experiment import leakage
 from fedmix.experiment.accounting import guarantee, noisy_parts
-from fedmix.experiment.audit import Where, audit_run
+from fedmix.experiment.audit import audit_run
 from fedmix.experiment.build import build
+from fedmix.experiment.inference import Where
 from fedmix.experiment.recipe import make_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
@@ -185,6 +186,7 @@ def test_the_guarantee_is_that_of_the_gaussian_mechanism():
     ("changes", "wrong"),
     [
         ({"privacy.noise": 1.0}, "privacy.clip must be more than 0 with privacy.noise"),
+        ({"privacy.clip": 1.0, "privacy.noise": 1.0, "fedmix.eta": 0.5}, "fedmix.eta must be 0 with privacy.noise"),
         ({"privacy.clip": -1.0}, "privacy.clip"),
         ({"privacy.delta": 0.0}, "privacy.delta"),
         ({"server.aggregation": "secure"}, "server.aggregation must be one of clients, linear"),
@@ -212,3 +214,47 @@ def test_bias_of_pruned_experts_and_their_sum_is_what_the_clients_moved(tmp_path
     softmax = torch.softmax(logits, dim=2)
     mean = torch.einsum("nk,knc->c", phi[data.c], softmax) / len(data)
     assert torch.allclose(moved / experiment.recipe.training.client_lr, p - mean, atol=1e-4)
+
+
+def test_sums_are_over_whole_cohorts_whoever_is_looked_at(tmp_path):
+    """Seven of eight clients a round: the eighth is not alone in its sum, nor is a single client that is sampled."""
+    federation = small_federation(clients=8)
+    changes = {"server.aggregation": "linear", "clients_per_round": 7}
+    trained(tmp_path / "r", federation=federation, **changes)
+    found = restore(tmp_path / "r", federation)
+    whole = audit_run(found, SERIAL)["attacks"]["start"]["posterior_whole"]
+    assert whole["exact"] == 0
+    one = audit_run(found, replace(SERIAL, clients=1))
+    assert one["audited"] == one["attacks"]["start"]["posterior_whole"]["clients"] == 1
+    assert one["attacks"]["start"]["posterior_whole"]["exact"] == 0
+    assert one["guess"]["total_variation"]["mean"] > 0  # everybody's average is not the sampled client's
+
+
+def test_the_server_knows_the_schedule_and_the_momentum(tmp_path):
+    federation, _ = trained(tmp_path / "plain", "fedavg", skewed())
+    trained(tmp_path / "cosine", "fedavg", skewed(), **{"training.schedule": "cosine", "training.momentum": 0.9})
+    one, other = (audit_run(restore(tmp_path / name, federation), SERIAL)["attacks"] for name in ("plain", "cosine"))
+    for when in ("start", "end"):
+        for attack in ("bias_steps", "bias_normalised"):
+            a, b = (found[when][attack]["total_variation"]["mean"] for found in (one, other))
+            assert b < a + 0.15, (when, attack)
+
+
+def test_what_says_nothing_and_what_is_reported_are_said(tmp_path):
+    federation, _ = trained(tmp_path / "one", federation=skewed(), **{"fedmix.experts": 1})
+    result = audit_run(restore(tmp_path / "one", federation), SERIAL)
+    assert "one expert" in result["notes"]["posterior"]
+    assert "posterior" not in result["attacks"]["start"]
+    federation, _ = trained(tmp_path / "told", federation=skewed(), **{"fedmix.prior": "reported"})
+    result = audit_run(restore(tmp_path / "told", federation), SERIAL)
+    assert result["attacks"]["start"]["reported"]["exact"] == 4
+    assert "share_private" in " ".join(result["notes"])
+
+
+def test_a_guarantee_does_not_rest_on_a_log_that_is_not_whole(tmp_path):
+    federation, _ = trained(tmp_path / "r", **{"privacy.clip": 1.0, "privacy.noise": 0.5})
+    lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "r" / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(RunError, match="a line for each of 3 rounds"):
+        audit_run(restore(tmp_path / "r", federation), SERIAL)
+    assert noisy_parts(make_recipe({}, "independent")) == 0

@@ -415,6 +415,7 @@ def fedmix(
         describe=describe,
         experts=lambda state: state.experts,
         uses_private=True,
+        hand_over=lambda private: {name: value for name, value in private.items() if name.startswith("gate.")},
         distil=distil,
         group_update=group_update if together and model.stackable else None,
     )

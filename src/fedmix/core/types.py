@@ -109,6 +109,7 @@ class Algorithm:
     wrap               (what was sent, reply, stream) -> the reply as it crosses the wire: noise, weighted sums
     predict_anonymous  (message, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y | x) [B, classes]: no
                        client identity
+    hand_over          (private) -> the part of it that predictions without identity need
     distil             (message, private states, log p(s), inputs) -> one private state that does in place of all of
                        them; None: the method has no gates
     warm_start         (state, expert parameters of another run, stream) -> state
@@ -135,5 +136,6 @@ class Algorithm:
     describe: Callable[[State], dict[str, Any]]
     experts: Callable[[State], tuple[Params, ...]]
     uses_private: bool
+    hand_over: Callable[[Private], Private] = dict
     distil: Callable[[Message, Sequence[Private], Tensor, Tensor], Private] | None = None
     group_update: GroupUpdate | None = None

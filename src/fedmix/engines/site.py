@@ -40,7 +40,7 @@ class Site:
         if task.kind == "share":
             if not self.share:
                 raise ClientError(f"client {task.client} does not share its private state (evaluation.share_private)")
-            return Message(private)
+            return Message(self.algorithm.hand_over(private))
         answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
         if task.kind == "train":
             self.store.put(task.client, task.round, after, before=order.state)

@@ -38,6 +38,8 @@ def accountant_or_complain() -> Any:
 
 def noisy_parts(recipe: Recipe) -> int:
     """How many noisy things one answer holds."""
+    if recipe.algorithm == "independent":
+        return 0
     if recipe.algorithm != "fedmix":
         return 1
     shared = recipe.fedmix.phi == "global" and recipe.fedmix.objective == "bound"

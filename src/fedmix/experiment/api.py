@@ -8,9 +8,9 @@ from torch import nn
 
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError
-from fedmix.experiment.audit import Where, audit_run
+from fedmix.experiment.audit import audit_run
 from fedmix.experiment.build import build
-from fedmix.experiment.inference import Options, evaluate_run
+from fedmix.experiment.inference import Options, Where, evaluate_run
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
@@ -73,7 +73,7 @@ def evaluate(
     federation, model: again, where they were handed over in Python. clients: so many, drawn at random (0: all).
     densities: a generative model on each client, for p(s|x) of at most `points` inputs; None: where that is quick.
     """
-    options = Options(clients, densities, points, engine, workers, device)
+    options = Options(clients, engine, workers, device, densities, points)
     found = restore(run, federation, model, data_dir)
     check(found.experiment, engine, workers, device, HERE)
     return evaluate_run(found, options)

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedmix.core.optim import rate_factor
 from fedmix.core.privacy import summed
 from fedmix.core.types import Message, State
 from fedmix.engines.client import Task
 from fedmix.engines.store import MemoryStore, Store
+from fedmix.errors import RunError
 from fedmix.experiment import leakage
 from fedmix.experiment.accounting import guarantee
 from fedmix.experiment.build import Experiment, build_algorithm
 from fedmix.experiment.evaluate import worst_decile
-from fedmix.experiment.inference import Watch, sample
+from fedmix.experiment.inference import Watch, Where, sample
 from fedmix.experiment.leakage import Vector
 from fedmix.experiment.loop import everyone
 from fedmix.experiment.recipe import Recipe
@@ -35,26 +37,17 @@ Attack = Callable[["_Seen"], Vector | None]
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where it runs."""
-
-    clients: int = 0  # so many of them, drawn at random; 0: all
-    engine: str = "local"
-    workers: int | None = None
-    device: str = "cpu"
-
-
-@dataclass(frozen=True)
 class _Seen:
     """What the server holds after a client's answer, or after the sum of several: numbers on which attacks work."""
 
     members: Sequence[int]
     points: float  # of all members
-    steps: int  # of a member, on average
+    steps: float  # of a member, on average, each as long as one step of plain SGD at the recipe's rate
     bias: Vector | None  # b_s - b, summed over experts
     q: Vector | None
     phi: Vector | None
     phi_before: Vector | None  # as it was sent
+    shares: Vector | None  # p(c|s), where clients report it
 
     @property
     def support(self) -> Any:
@@ -74,15 +67,20 @@ class _Audit:
         self.run, self.where, self.watch = run, where, watch
         self.recipe = run.experiment.recipe
         self.federation = run.experiment.federation
+        self.everybody = range(len(self.federation))
         self.chosen = sample(len(self.federation), where.clients, self.recipe.seed)
         self.labels = self._marginals(self.federation.y, self.federation.classes)
         self.sides = self._marginals(self.federation.c, self.federation.categories)
         self.linear = self.recipe.server.aggregation == "linear"
         self.notes: dict[str, str] = {}
+        if self.recipe.evaluation.share_private and run.experiment.algorithm.uses_private:
+            self.notes["evaluation.share_private"] = (
+                "clients also hand over private parts for global accuracy; the audit is of training, and does not look at them"
+            )
 
     def _marginals(self, values: torch.Tensor, count: int) -> dict[int, Vector]:
         parts = self.federation.parts["train"]
-        counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.chosen}
+        counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.everybody}
         return {s: own / own.sum() for s, own in counts.items()}
 
     def everything(self) -> dict[str, Any]:
@@ -92,7 +90,7 @@ class _Audit:
             trained.put(s, self.run.store.get(s, {}))
         once = replace(
             self.recipe.training,
-            batch_size=max(self.federation.size(s) for s in self.chosen),
+            batch_size=max(self.federation.size(s) for s in self.everybody),
             epochs=1,
             schedule="constant",
         )
@@ -100,7 +98,7 @@ class _Audit:
         seen = {
             "single step": self._replay("a single step from the start", single, start, empty),
             "start": self._replay("a round from the start", self.run.experiment, start, MemoryStore()),
-            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained),
+            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained, again=True),
         }
         attacks: dict[str, dict[str, Any]] = {"start": {}, "end": {}}
         if self._bias_is_sent():
@@ -110,13 +108,15 @@ class _Audit:
                 attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
                 attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
         else:
-            self.notes["bias"] = "the output bias does not leave the client, or the model has none"
+            self.notes["bias"] = "the output bias is not sent in training, or the model has none"
         absent: dict[str, Any] = {"start": None, "end": None}
         if self._posterior_says_something():
             for when in attacks:
                 self.watch(f"solving for p(y|s), {when}", 0, 1)
                 attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
                 attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
+                if self.recipe.fedmix.prior == "reported":
+                    attacks[when]["reported"] = self._judge(seen[when], _reported, self.sides)
                 absent[when] = self._absent(seen[when])
         return {
             "audited": len(self.chosen),
@@ -125,17 +125,28 @@ class _Audit:
             "points": [self.federation.size(s) for s in self.chosen],
             "true": [self.labels[s].tolist() for s in self.chosen],
             "true_side": None if self.federation.side == "label" else [self.sides[s].tolist() for s in self.chosen],
-            "guess": self._guess(),
+            "guess": self._guess(self.labels),
+            "guess_side": None if self.federation.side == "label" else self._guess(self.sides),
             "attacks": attacks,
             "absent": absent,
             "protection": {
                 "aggregation": self.recipe.server.aggregation,
                 "clip": self.recipe.privacy.clip,
                 "noise": self.recipe.privacy.noise,
-                **guarantee(self.recipe, (line["clients"] for line in read_metrics(self.run.path))),
+                **guarantee(self.recipe, self._cohorts()),
             },
             "notes": self.notes,
         }
+
+    def _cohorts(self) -> list[list[int]]:
+        """Who took part in each round; a guarantee may not rest on a log that is not whole."""
+        lines = read_metrics(self.run.path)
+        if self.recipe.privacy.noise and len(lines) < self.run.state.round:
+            raise RunError(
+                f"{self.run.path}/metrics.jsonl must have a line for each of {self.run.state.round} rounds: what noise "
+                f"guarantees depends on who took part. It has {len(lines)}."
+            )
+        return [line["clients"] for line in lines]
 
     def _experiment(self, recipe: Recipe) -> Experiment:
         made = self.run.experiment
@@ -143,18 +154,32 @@ class _Audit:
         algorithm = build_algorithm(recipe, made.model, len(self.federation), self.federation.categories, example)
         return replace(made, recipe=recipe, algorithm=algorithm)
 
-    def _replay(self, stage: str, experiment: Experiment, state: State, store: Store) -> list[_Seen]:
-        """Every client's answer to what it would be sent now, reduced to what attacks use; nothing of it is kept."""
-        algorithm, clients = experiment.algorithm, self.chosen
-        size = self.recipe.clients_per_round or len(clients) if self.linear else AT_ONCE
+    def _groups(self) -> list[list[int]]:
+        """Clients that answer together: some at a time; where the server sees sums, whole cohorts as in a round."""
+        if not self.linear:
+            return [self.chosen[start : start + AT_ONCE] for start in range(0, len(self.chosen), AT_ONCE)]
+        size, everybody = self.recipe.clients_per_round or len(self.everybody), list(self.everybody)
+        twice = everybody + everybody
+        cohorts = [twice[start : start + size] for start in range(0, len(everybody), size)]
+        return [cohort for cohort in cohorts if set(cohort) & set(self.chosen)]
+
+    def _replay(
+        self, stage: str, experiment: Experiment, state: State, store: Store, again: bool = False
+    ) -> list[_Seen]:
+        """Every client's answer to what it would be sent now, reduced to what attacks use; nothing of it is kept.
+
+        again: as in the last round that was trained, not in one after it, which a rate schedule has no rate for.
+        """
+        algorithm = experiment.algorithm
+        t = state.round if again else state.round + 1
         seen: list[_Seen] = []
+        groups = self._groups()
         where = self.where
         with closing(make_engine(where.engine, where.workers, experiment, store, where.device)) as engine:
-            for start in range(0, len(clients), size):
-                self.watch(stage, start, len(clients))
-                cohort = clients[start : start + size]
-                sent = [algorithm.broadcast(state, s) for s in cohort]
-                tasks = [Task("train", state.round + 1, s, m) for s, m in zip(cohort, sent, strict=True)]
+            for done, cohort in enumerate(groups):
+                self.watch(stage, done, len(groups))
+                sent = [_in_round(algorithm.broadcast(state, s), t) for s in cohort]
+                tasks = [Task("train", t, s, m) for s, m in zip(cohort, sent, strict=True)]
                 answers = everyone(engine.run(tasks))
                 if self.linear:
                     seen.append(self._sum_seen(experiment.recipe, cohort, sent[0], answers))
@@ -171,11 +196,12 @@ class _Audit:
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n),
+            steps=_steps(recipe, n, sent),
             bias=np.sum(moved, axis=0) if moved else None,
             q=_array(after["q_zs"]) if "q_zs" in after else None,
             phi=_array(after["phi"]) if "phi" in after else None,
             phi_before=_array(before["phi"]) if "phi" in before else None,
+            shares=_array(after["c_shares"]) if "c_shares" in after else None,
         )
 
     def _sum_seen(self, recipe: Recipe, members: list[int], sent: Message, answers: Sequence[Message]) -> _Seen:
@@ -191,11 +217,12 @@ class _Audit:
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n / len(members)),
+            steps=_steps(recipe, n / len(members), sent),
             bias=np.sum(moved, axis=0) if moved else None,
             q=_array(total["q_zs"] / n) if fedmix else None,
             phi=None if phi is None else _array(phi),
             phi_before=None if phi is None else _array(sent.tensors["phi"]),
+            shares=_array(total["c_shares"] / n) if "c_shares" in total else None,
         )
 
     def _bias_names(self, tensors: Any) -> list[str]:
@@ -210,7 +237,10 @@ class _Audit:
         message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
         if "phi" not in message.tensors:
             if self.recipe.algorithm == "fedmix":
-                self.notes["posterior"] = "phi does not leave the client"
+                self.notes["posterior"] = "phi is not sent in training"
+            return False
+        if self.recipe.fedmix.experts == 1:
+            self.notes["posterior"] = "one expert: q(z|s) is 1 whatever the labels are"
             return False
         if self.federation.side == "client":
             self.notes["posterior"] = "c is the client itself: q(z|s) says nothing of its labels"
@@ -225,7 +255,7 @@ class _Audit:
         for own in seen:
             estimate = attack(own)
             if estimate is not None:
-                found |= dict.fromkeys(own.members, estimate)
+                found |= {s: estimate for s in own.members if s in self.chosen and s not in found}
         if not found:
             return None
         distances = {s: leakage.total_variation(true[s], p) for s, p in found.items()}
@@ -252,18 +282,18 @@ class _Audit:
         """Values of c that clients do not hold, and how many of them rows that came back unchanged give away."""
         missing = found = wrong = 0
         for own in seen:
-            for s in own.members:
+            for s in set(own.members) & set(self.chosen):
                 absent = self.sides[s] == 0
                 missing += int(absent.sum())
                 found += int((absent & ~own.support).sum())
                 wrong += int((~absent & ~own.support).sum())
         return {"absent": missing, "found": found, "wrong": wrong}
 
-    def _guess(self) -> dict[str, Any]:
+    def _guess(self, true: dict[int, Vector]) -> dict[str, Any]:
         """What anyone can say without looking: that a client is like the average of all."""
-        sizes = np.array([self.federation.size(s) for s in self.chosen], dtype=np.float64)
-        mean = np.average([self.labels[s] for s in self.chosen], axis=0, weights=sizes)
-        return {"total_variation": _spread([leakage.total_variation(self.labels[s], mean) for s in self.chosen])}
+        sizes = np.array([self.federation.size(s) for s in self.everybody], dtype=np.float64)
+        mean = np.average([true[s] for s in self.everybody], axis=0, weights=sizes)
+        return {"total_variation": _spread([leakage.total_variation(true[s], mean) for s in self.chosen])}
 
 
 def _by_steps(rate: float, own: _Seen) -> Vector | None:
@@ -278,6 +308,10 @@ def _least_squares(own: _Seen) -> Vector | None:
     return None if own.q is None or own.phi is None else leakage.from_posterior(own.q, own.phi, own.support)
 
 
+def _reported(own: _Seen) -> Vector | None:
+    return own.shares
+
+
 def _whole(own: _Seen) -> Vector | None:
     if own.q is None or own.phi is None:
         return None
@@ -285,8 +319,17 @@ def _whole(own: _Seen) -> Vector | None:
     return _least_squares(own) if whole is None else whole
 
 
-def _steps(recipe: Recipe, points: float) -> int:
-    return max(int(np.ceil(points / recipe.training.batch_size)), 1) * recipe.training.epochs
+def _in_round(message: Message, t: int) -> Message:
+    return Message(message.tensors, {**message.numbers, "round": t})
+
+
+def _steps(recipe: Recipe, points: float, sent: Message) -> float:
+    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum."""
+    settings = recipe.training
+    steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
+    factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
+    momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
+    return float(max(factor, 1e-12) * momentum)
 
 
 def _array(tensor: torch.Tensor) -> Vector:

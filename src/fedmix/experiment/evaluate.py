@@ -91,7 +91,7 @@ def crowd(algorithm: Algorithm, store: Store, federation: Federation, share_priv
     took_part = store.clients()
     sizes = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
     privates = store.many(took_part) if algorithm.uses_private else [{} for _ in took_part]
-    return Crowd(privates, torch.log(sizes / sizes.sum()), took_part)
+    return Crowd([algorithm.hand_over(private) for private in privates], torch.log(sizes / sizes.sum()), took_part)
 
 
 def on_union(

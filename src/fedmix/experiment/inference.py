@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedmix.core import vae
+from fedmix.core.score import MEASURES
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message
 from fedmix.data.federation import Federation
@@ -38,25 +39,35 @@ AVERAGED = {
     "fedavg": "one model for all",
     "biased-fedavg": "biases averaged",
     "local-global": "representations averaged",
-    "independent": "representations averaged",
+    "independent": "logits averaged",
 }
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is evaluated, and where it runs."""
+class Where:
+    """Which clients are looked at, and where that runs."""
 
     clients: int = 0  # so many of them, drawn at random; 0: all
-    densities: bool | None = None  # train a generative model on each client for p(s|x); None: where that is quick
-    points: int = 2000  # of a new client's inputs for p(s|x), whose cost is clients x points; 0: all
     engine: str = "local"
     workers: int | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("clients", "points"):
-            if getattr(self, name) < 0:
-                raise SettingError(f"--{name} must be 0 (for all) or more. Got {getattr(self, name)} instead.")
+        if self.clients < 0:
+            raise SettingError(f"--clients must be 0 (for all) or more. Got {self.clients} instead.")
+
+
+@dataclass(frozen=True)
+class Options(Where):
+    """And what is evaluated."""
+
+    densities: bool | None = None  # train a generative model on each client for p(s|x); None: where that is quick
+    points: int = 2000  # of a new client's inputs for p(s|x), whose cost is clients x points; 0: all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.points < 0:
+            raise SettingError(f"--points must be 0 (for all) or more. Got {self.points} instead.")
 
 
 def evaluate_run(run: Restored, options: Options, watch: Watch = lambda *_: None) -> dict[str, Any]:
@@ -120,17 +131,21 @@ class _Evaluation:
         self.watch("fine-tuning", 0, 1)
         local = evaluate.client_scores(self.algorithm, engine, self.run.state, self.chosen, "test", t, finetune=epochs)
         proxy = {int(s): numbers for s, numbers in self.run.carried["proxy"].items()}
-        communicated = evaluate.scores_of({s: proxy[s] for s in self.chosen if s in proxy})
+        known = {
+            s: proxy[s] for s in self.chosen if s in proxy and (not proxy[s]["points"] or MEASURES[-1] in proxy[s])
+        }
+        communicated = evaluate.scores_of(known)
+        own = ", own private parts" if self.algorithm.uses_private else ""
         return {
             "local": {"what": f"fine-tuned, epochs: {epochs}", **_of_clients(local)},
             "proxy": {"what": "last communicated (validation)", **_of_clients(communicated)},
-            "server": {"what": "server weights, own private parts", **_of_clients(server)},
+            "server": {"what": f"server weights{own}", **_of_clients(server)},
         }
 
     def _without_identity(self, federation: Federation, clients: Sequence[int], stage: str) -> dict[str, Any]:
         """The union of test sets: gates (biases, representations) averaged; experts averaged."""
         self.watch(stage, 0, 1)
-        rows: dict[str, Any] = {"averaged": None, "uniform": None}
+        rows: dict[str, Any] = {"averaged": None}
         crowd = self.crowd
         if crowd is None:
             self.notes[f"{stage}: averaged"] = evaluate.NOT_SHARED
@@ -148,8 +163,6 @@ class _Evaluation:
             rows["uniform"] = self._row(
                 federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, alone, x)
             )
-        else:
-            del rows["uniform"]
         return rows
 
     def _with_labels(self, new: Federation, who: Sequence[int]) -> list[dict[str, Any]]:
@@ -200,7 +213,10 @@ class _Evaluation:
             self.notes["generative"] = "not asked for (--no-vae)" if asked is False else long
             return None
         try:
-            self.federation.unit(self.federation.examples(0, "train").x)
+            for federation in (self.federation, self.federation.held_out or self.federation):
+                federation.unit(
+                    federation.inputs(torch.arange(len(federation.x)) if not federation.mean else torch.arange(2))
+                )
         except DataError as error:
             self.notes["generative"] = str(error)
             return None

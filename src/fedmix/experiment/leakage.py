@@ -28,7 +28,7 @@ def scipy_or_complain() -> Any:
     return scipy
 
 
-def from_bias(moved: Vector, rate: float, steps: int) -> Vector:
+def from_bias(moved: Vector, rate: float, steps: float) -> Vector:
     """p(y=k|s) = (b_s - b)_k / (rate steps) + mean softmax of k, which a server that cannot know it takes for uniform.
 
     moved: b_s - b [classes], summed over experts. Exact after one full-batch step from a zero output layer.

@@ -162,6 +162,9 @@ class Recipe:
         require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
         require(self.seed >= 0, "seed", "0 or more", self.seed)
         require(self.clients_per_round >= 0, "clients_per_round", "1 or more, or 0 for all", self.clients_per_round)
+        if self.privacy.noise and self.algorithm == "fedmix":
+            must = "0 with privacy.noise: which experts come back would tell what the noise is to hide"
+            require(self.fedmix.eta == 0, "fedmix.eta", must, self.fedmix.eta)
         if self.server.aggregation == "linear":
             must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
             require(self.algorithm != "fedmix" or self.fedmix.eta == 0, "fedmix.eta", must, self.fedmix.eta)

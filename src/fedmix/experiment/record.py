@@ -17,6 +17,7 @@ from fedmix.errors import RunError
 from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
 
+AFTERWARDS = ("evaluation.json", "new-clients.png", "audit.json", "audit.png")  # of evaluate and audit
 FILES = {
     "recipe.toml",
     "environment.json",
@@ -27,10 +28,7 @@ FILES = {
     "clients",
     "lock",
     "report.html",
-    "evaluation.json",
-    "new-clients.png",
-    "audit.json",
-    "audit.png",
+    *AFTERWARDS,
 }
 
 
@@ -189,8 +187,9 @@ class RunDirectory:
         return json.loads(file.read_text()) if file.exists() else None
 
     def go_on(self) -> None:
-        """A run that goes on has no summary until it ends again."""
-        (self.path / "summary.json").unlink(missing_ok=True)
+        """A run that goes on has no summary until it ends again, and what was said of it is not true any more."""
+        for name in ("summary.json", *AFTERWARDS):
+            (self.path / name).unlink(missing_ok=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)

@@ -54,10 +54,14 @@ def restore(
     recipe = run_recipe(path)
     if recipe.data.source == OWN and federation is None:
         raise RunError(
-            f"the data of {path} was handed over in Python; hand it over again: fedmix.evaluate({str(path)!r}, federation=...)"
+            f"the data of {path} was handed over in Python; hand it over again: federation=..., as in "
+            f"fedmix.evaluate({str(path)!r}, federation=...)."
         )
     experiment = build(recipe, federation, model, data_dir)
-    known = json.loads((path / "federation.json").read_text())["digest"]
+    try:
+        known = json.loads((path / "federation.json").read_text())["digest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path / 'federation.json'} must describe the run's data. It is damaged ({error}).") from error
     if experiment.federation.digest() != known:
         raise RunError(
             f"{path} must be looked at with its own data. What is found now differs from its federation.json."

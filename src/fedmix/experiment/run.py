@@ -65,7 +65,7 @@ def check(
     device: str = "cpu",
     engines: Sequence[str] = ENGINES,
 ) -> None:
-    """Refuse what cannot run before anything on disk is touched."""
+    """Refuse what cannot run before anything on disk is touched. engines: those that can do it."""
     if device not in DEVICES and not device.startswith("cuda:"):
         raise SettingError(one_of("--device", device, (*DEVICES, "cuda:N")))
     if device != "cpu" and not _reachable(device):
@@ -83,10 +83,10 @@ def check(
             )
     if workers is not None and workers < 1:
         raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
-    if experiment.recipe.warm_start:
+    if engines is not HERE:  # it is to be trained
         starting_state(experiment)
-    if experiment.recipe.privacy.noise:
-        accountant_or_complain()
+        if experiment.recipe.privacy.noise:
+            accountant_or_complain()
 
 
 def starting_state(experiment: Experiment) -> State:
@@ -286,7 +286,7 @@ def summarise(
         "scores": {"local": local.summaries(), "server": server.summaries(), "global": whole.numbers},
         "seconds": round(carried["seconds"], 2),
         **described,
-        "warnings": lines[-1].get("warnings", []),
+        "warnings": _troubles(lines),
     }
     if recipe.privacy.noise:
         summary["privacy"] = guarantee(recipe, (line["clients"] for line in lines))
@@ -299,6 +299,12 @@ def summarise(
             found = [described["q_zs"][s] for s in seen]
             summary["clusters"] = evaluate.clusters(found, [federation.groups[s] for s in seen])
     return summary
+
+
+def _troubles(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What went wrong with experts at any time, each kind as it was said last."""
+    last = {trouble.split(":")[0]: trouble for line in lines for trouble in line.get("warnings", [])}
+    return list(last.values())
 
 
 @contextmanager

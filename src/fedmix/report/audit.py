@@ -16,7 +16,9 @@ WHAT = {
     "bias_normalised": "output bias, a local update, normalised",
     "posterior": "q(z|s) and phi, least squares",
     "posterior_whole": "q(z|s) and phi, whole numbers",
+    "reported": "what clients report (fedmix.prior)",
 }
+OF_SIDE = ("posterior", "posterior_whole", "reported")  # they tell of c, which is the label or something else
 MOST_CLIENTS = 20
 COLOURS = {
     "bias_single_step": ("#0072b2", "o"),
@@ -33,11 +35,14 @@ def audit_table(result: Mapping[str, Any]) -> RenderableType:
         caption_justify="left",
     )
     table.add_column("when")
-    table.add_column("from", no_wrap=True)
+    table.add_column("from")
     for column in ("distance", "exposed", "ranks", "exact"):
-        table.add_column(column, justify="right")
-    guess = result["guess"]["total_variation"]
-    table.add_row("", "nothing: everybody's average", _spread(guess), f"{guess['most_exposed']:.2f}", "-", "-")
+        table.add_column(column, justify="right", no_wrap=True)
+    for guess, what in ((result["guess"], ""), (result["guess_side"], f", {result['side']}")):
+        if guess:
+            far = guess["total_variation"]
+            words = f"nothing: everybody's average{what}"
+            table.add_row("", words, _spread(far), f"{far['most_exposed']:.2f}", "-", "-")
     for when, words in (("start", "first round"), ("end", f"after {result['round']}")):
         table.add_section()
         for kind, found in result["attacks"][when].items():
@@ -45,7 +50,7 @@ def audit_table(result: Mapping[str, Any]) -> RenderableType:
                 distance, rank = found["total_variation"], found["rank_correlation"]
                 table.add_row(
                     words,
-                    WHAT[kind],
+                    WHAT[kind] + (f": the {result['side']}" if kind in OF_SIDE and result["side"] != "label" else ""),
                     _spread(distance),
                     f"{distance['most_exposed']:.2f}",
                     "-" if rank is None else f"{rank:.2f}",
@@ -109,7 +114,7 @@ def draw_audit(result: Mapping[str, Any], path: Path) -> None:
     names: Sequence[str] = result["names"][:MOST_CLIENTS]
     columns = min(5, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(2.6 * columns, 1.7 * rows + 1.0), layout="constrained")
+    figure = Figure(figsize=(max(2.6 * columns, 9.0), max(1.7 * rows, 3.0) + 1.0), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     classes = range(len(result["true"][0]))
     for i, (axis, name) in enumerate(zip(axes, names, strict=False)):
@@ -125,5 +130,6 @@ def draw_audit(result: Mapping[str, Any], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     more = f", {len(names)} of {len(result['names'])} clients" if len(result["names"]) > len(names) else ""
-    figure.suptitle(f"{result['recipe']}, {NAMES[result['algorithm']]}: label marginals, true and reconstructed{more}")
+    what = "true and reconstructed" if attacks else "which no attack applies to"
+    figure.suptitle(f"{result['recipe']}, {NAMES[result['algorithm']]}: label marginals, {what}{more}")
     figure.savefig(path, dpi=120)

@@ -23,11 +23,12 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
         caption_justify="left",
     )
     table.add_column("for whom")
-    table.add_column("how", no_wrap=True)
+    table.add_column("how")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("extra", justify="right", no_wrap=True)
-    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "") for kind in ("local", "proxy", "server")])
+    table.add_column("up", justify="right", no_wrap=True)
+    table.add_column("down", justify="right", no_wrap=True)
+    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "", "") for kind in ("local", "proxy", "server")])
     _add(table, [("global", *_anonymous(row)) for row in result["global"].values() if row])
     new = result["new_clients"]
     _add(table, _labelled(new, result["algorithm"]))
@@ -40,20 +41,20 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     return Group(table, *notes)
 
 
-Row = tuple[str, str, list[str], str]  # for whom, how, the measures, bytes
+Row = tuple[str, str, list[str], str, str]  # for whom, how, the measures, bytes from clients and to a new one
 
 
 def _add(table: Table, rows: Sequence[Row]) -> None:
     before = None
-    for whom, how, cells, beside in rows:
-        table.add_row("" if whom == before else whom, Text(how), *cells, beside)
+    for whom, how, cells, *beside in rows:
+        table.add_row("" if whom == before else whom, Text(how), *cells, *beside)
         before = whom
     if rows:
         table.add_section()
 
 
-def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str]:
-    return row["what"], _of_union(row), size(row["bytes_from_clients"])
+def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str, str]:
+    return row["what"], _of_union(row), size(row["bytes_from_clients"]), size(row["bytes_to_new_client"])
 
 
 def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
@@ -62,7 +63,7 @@ def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
     for key, how in (("private_parts", private), ("finetuned", "then fine-tuned")):
         for row in new["labelled"] or ():
             points = f"{row['points']} points" if row["points"] else f"all points ({row['mean_points']:.0f})"
-            rows.append(("new, labels", f"{how}, {points}", _spread(row[key]), ""))
+            rows.append(("new, labels", f"{how}, {points}", _spread(row[key]), "", ""))
     return rows
 
 
@@ -95,7 +96,8 @@ def _caption(result: Mapping[str, Any]) -> str:
         "local, proxy, server: clients that took part, on their own data; global: all test points,",
         "no client identity; new: clients that never took part. accuracy in %, ± over clients; worst:",
         "mean of the worst tenth of the clients; balanced: mean over classes; NLL: negative",
-        "log-likelihood; ECE: calibration error; extra: what clients hand over for it",
+        "log-likelihood; ECE: calibration error; up, down: bytes beside the experts (gates, densities)",
+        "that clients hand over for it, and that a new client needs to predict by itself",
     ]
     if result["evaluated"] < result["clients"]:
         lines.append(f"{result['evaluated']:,} of {result['clients']:,} clients, drawn at random")
@@ -109,7 +111,11 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     new = result["new_clients"]
-    curve: Sequence[Mapping[str, Any]] = new["labelled"]
+    curve: Sequence[Mapping[str, Any]] = [
+        row for row in new["labelled"] if row["finetuned"]["accuracy"]["mean"] is not None
+    ]
+    if not curve:
+        return
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     points = [row["mean_points"] for row in curve]
@@ -122,14 +128,20 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
         axis.plot(points, mean, "o-", color=colour, label=label)
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         axis.fill_between(points, low, [min(h, 100.0) for h in high], color=colour, alpha=0.15, linewidth=0)
-    styles = {"averaged": ("--", "#009e73"), "uniform": (":", "#999999"), "generative": ("-.", "#cc79a7")}
+    styles = {
+        "averaged": ("--", "#009e73"),
+        "uniform": (":", "#999999"),
+        "generative": ("-.", "#cc79a7"),
+        "distilled": ((0, (1, 3)), "#000000"),
+    }
     for kind, row in new["unlabelled"].items():
-        if row and kind in styles:
+        if row and row["clients"]["accuracy"]["mean"] is not None:
             style, colour = styles[kind]
             what = row["what"].split(",")[0]
             axis.axhline(100 * row["clients"]["accuracy"]["mean"], ls=style, color=colour, label=f"no labels: {what}")
     axis.set_xscale("log")
-    axis.set_xticks(points, [f"{p:.0f}" for p in points])
+    named = [p for p, after in zip(points, [*points[1:], 2 * points[-1]], strict=True) if after > 1.3 * p]
+    axis.set_xticks(named, [f"{p:.0f}" for p in named])
     axis.minorticks_off()
     axis.set_xlabel("labelled points of the new client")
     axis.set_ylabel("accuracy on its test points, %")

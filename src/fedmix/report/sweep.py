@@ -28,15 +28,16 @@ def sweep_rows(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> l
 
 def sweep_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=Text(f"{rows[0]['recipe']}: a sweep"), caption=caption(rows), caption_justify="left")
-    for key in rows[0]["settings"]:
+    several = len(rows[0]["settings"]) > 1
+    for key in (*(["no."] if several else []), *rows[0]["settings"]):
         table.add_column(key)
     for column in (*COLUMNS, "rounds", "GiB"):
         table.add_column(column, justify="right")
     warned = any(row["warnings"] for row in rows)
     if warned:
         table.add_column("went wrong")
-    for row in rows:
-        names = [Text(str(value)) for value in row["settings"].values()]
+    for number, row in enumerate(rows, start=1):
+        names = [*([Text(str(number))] if several else []), *(Text(str(value)) for value in row["settings"].values())]
         table.add_row(*names, *scores_cells(row), *([Text("; ".join(row["warnings"]))] if warned else []))
     return table
 
@@ -64,17 +65,20 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.errorbar([at for at, _ in known], mean, yerr=std, fmt=line, color=colour, label=kind, capsize=3)
         axis.set_xlabel(what)
         axis.grid(alpha=0.3)
-    for row, at in zip(rows, panels["GiB sent, down and up"], strict=True):
-        words = ", ".join(f"{value}" for value in row["settings"].values())
-        top = max(100 * row[kind]["mean"] for kind in COLOURS if row[kind]["mean"] is not None)
+    for number, (row, at) in enumerate(zip(rows, panels["GiB sent, down and up"], strict=True), start=1):
+        words = str(number) if len(keys) > 1 else str(row["settings"][keys[0]])
+        known = [100 * row[kind]["mean"] for kind in COLOURS if row[kind]["mean"] is not None]
+        if not known:
+            continue
+        top = max(known)
         axes[0].annotate(words, (at, top), xytext=(5, 5), textcoords="offset points", ha="left", fontsize=8)
     axes[0].set_ylabel("test accuracy, %")
-    axes[0].legend(frameon=False)
+    if any(row[kind]["mean"] is not None for row in rows for kind in COLOURS):
+        axes[0].legend(frameon=False)
     seeds = len(rows[0]["seeds"])
-    figure.suptitle(
-        f"{rows[0]['recipe']}: {', '.join(keys)}, {rows[0]['rounds']} rounds"
-        + (f", {seeds} seeds" if seeds > 1 else "")
-    )
+    numbered = " (numbers: rows of the table)" if len(keys) > 1 else ""
+    more = f", {seeds} seeds" if seeds > 1 else ""
+    figure.suptitle(f"{rows[0]['recipe']}: {', '.join(keys)}{numbered}, {rows[0]['rounds']} rounds{more}")
     figure.savefig(path, dpi=120)
 
 
