@@ -41,8 +41,8 @@ class VAE(nn.Module):
 
     def log_likelihood(self, x: Tensor, z: Tensor) -> Tensor:
         """log p(x|z): [B, D], [.., B, 32] -> [.., B]."""
-        logits = self.decoder(z)
-        return -F.binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none").sum(dim=-1)
+        logits = self.decoder(z)  # log p(x_d) = x_d l_d - softplus(l_d)
+        return torch.einsum("...bd,bd->...b", logits, x) - F.softplus(logits).sum(dim=-1)
 
     def bound(self, x: Tensor, noise: Tensor) -> Tensor:
         """E_q[log p(x|z)] - KL(q(z|x) || p(z)) from one sample: [B, D], noise [B, 32] -> [B]."""
