@@ -332,7 +332,6 @@ def _sweep(args: Any) -> int:
 
 
 def _evaluate(args: Any) -> int:
-    from fedmix.experiment.files import write_json
     from fedmix.experiment.inference import Options, evaluate_run
     from fedmix.progress import stages
     from fedmix.report.evaluation import draw_new_clients, evaluation_table
@@ -341,35 +340,33 @@ def _evaluate(args: Any) -> int:
     run = _restored(args)
     with stages(args.quiet) as watch:
         result = evaluate_run(run, options, watch)
-    write_json(run.path / "evaluation.json", result)
-    drawn = None
-    if result["new_clients"]["labelled"]:
-        drawn = _draw(draw_new_clients, result, run.path / "new-clients.png")
-    if "json" in args:
-        print(json.dumps(result | {"picture": drawn}))
-        return 0
-    _print(evaluation_table(result))
-    print(f"results: {run.path / 'evaluation.json'}" + (f", {drawn}" if drawn else ""))
-    return 0
+    return _tell(args, run.path / "evaluation.json", result, draw_new_clients, "new-clients.png", evaluation_table)
 
 
 def _audit(args: Any) -> int:
     from fedmix.experiment.audit import audit_run
-    from fedmix.experiment.files import write_json
     from fedmix.experiment.inference import Where
     from fedmix.progress import stages
     from fedmix.report.audit import audit_table, draw_audit
 
+    where = Where(args.clients, args.engine, args.workers, args.device)
     run = _restored(args)
     with stages(args.quiet) as watch:
-        result = audit_run(run, Where(args.clients, args.engine, args.workers, args.device), watch)
-    write_json(run.path / "audit.json", result)
-    drawn = _draw(draw_audit, result, run.path / "audit.png")
+        result = audit_run(run, where, watch)
+    return _tell(args, run.path / "audit.json", result, draw_audit, "audit.png", audit_table)
+
+
+def _tell(args: Any, file: Path, result: dict[str, Any], draw: Any, picture: str, table: Callable[[Any], Any]) -> int:
+    """What was found of a run: into its directory, as a picture, and as JSON or a table."""
+    from fedmix.experiment.files import write_json
+
+    write_json(file, result)
+    drawn = _draw(draw, result, file.with_name(picture))
     if "json" in args:
         print(json.dumps(result | {"picture": drawn}))
         return 0
-    _print(audit_table(result))
-    print(f"results: {run.path / 'audit.json'}" + (f", {drawn}" if drawn else ""))
+    _print(table(result))
+    print(f"results: {file}" + (f", {drawn}" if drawn else ""))
     return 0
 
 

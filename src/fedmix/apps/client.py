@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
@@ -15,12 +15,7 @@ def train(message: Message, context: Context) -> Message:
     from fedmix.engines.flower import pack_outcomes, unpack_orders
 
     about, orders = unpack_orders(message.content)
-    return Message(content=_answer(pack_outcomes(_site(about).handle(orders))), reply_to=message)
-
-
-def _answer(content: Any) -> RecordDict:
-    made: RecordDict = content
-    return made
+    return Message(content=pack_outcomes(_site(about).handle(orders)), reply_to=message)
 
 
 def _site(about: dict[str, Any]) -> Any:

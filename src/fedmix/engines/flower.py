@@ -25,11 +25,13 @@ from fedmix.errors import ClientError, SettingError
 
 POLL_SECONDS = 0.05
 LARGEST = 256 << 20  # bytes of tensors in one message, a little more or less
-ASK, WHO = "train", "query"  # Flower's kinds of message
+ASK = "train"  # Flower's kind of message
 
 
 def flwr() -> Any:
-    """Flower's classes, or one line that says how to get them."""
+    """Flower's classes, or one line that says how to get them. It is told to report on nobody, and to ask nobody for news."""
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     try:
         import flwr.app
     except ModuleNotFoundError as error:
@@ -152,8 +154,6 @@ def simulate(nodes: int, client_app: str, serve: Callable[[Any], None]) -> None:
         import ray
     except ModuleNotFoundError as error:
         raise SettingError("--engine flower needs Ray; install it with: pip install 'fedmix[flower]'.") from error
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     from flwr.serverapp import ServerApp
@@ -196,9 +196,9 @@ def nodes_of(grid: Any, count: int, seconds: float = 300.0) -> list[int]:
     return found
 
 
-def parcel(content: Any, node: int, group: str, ttl: float | None = None, kind: str = ASK) -> Any:
+def parcel(content: Any, node: int, group: str, ttl: float | None = None) -> Any:
     """A message of Flower's to one node."""
-    return flwr().Message(content, node, kind, group_id=group, ttl=ttl)
+    return flwr().Message(content, node, ASK, group_id=group, ttl=ttl)
 
 
 class RemoteStore:

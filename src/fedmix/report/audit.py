@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, scaled_down
+from fedmix.report.text import NAMES, how_much
 
 WHAT = {
     "bias_single_step": "output bias, one full-batch step",
@@ -92,11 +92,7 @@ def _caption(result: Mapping[str, Any]) -> str:
     ]
     if result["protection"]["aggregation"] == "linear":
         lines.append("the server sees sums over a cohort: one estimate for all of its members")
-    if result["audited"] < result["clients"]:
-        lines.append(f"{result['audited']:,} of {result['clients']:,} clients, drawn at random")
-    if result["scale"] != "full":
-        lines.append(scaled_down(result["scale"]))
-    return "\n".join(lines)
+    return "\n".join([*lines, *how_much(result, result["audited"])])
 
 
 def draw_audit(result: Mapping[str, Any], path: Path) -> None:

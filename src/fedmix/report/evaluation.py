@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, scaled_down, size
+from fedmix.report.text import NAMES, how_much, size
 
 COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
 
@@ -99,11 +99,7 @@ def _caption(result: Mapping[str, Any]) -> str:
         "log-likelihood; ECE: calibration error; up, down: bytes beside the experts (gates, densities)",
         "that clients hand over for it, and that a new client needs to predict by itself",
     ]
-    if result["evaluated"] < result["clients"]:
-        lines.append(f"{result['evaluated']:,} of {result['clients']:,} clients, drawn at random")
-    if result["scale"] != "full":
-        lines.append(scaled_down(result["scale"]))
-    return "\n".join(lines)
+    return "\n".join([*lines, *how_much(result, result["evaluated"])])
 
 
 def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
@@ -112,7 +108,7 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
 
     new = result["new_clients"]
     curve: Sequence[Mapping[str, Any]] = [
-        row for row in new["labelled"] if row["finetuned"]["accuracy"]["mean"] is not None
+        row for row in new["labelled"] or () if row["finetuned"]["accuracy"]["mean"] is not None
     ]
     if not curve:
         return

@@ -89,6 +89,14 @@ def scaled_down(scale: str) -> str:
     return f"scaled down (--scale {scale}): fewer clients, points or rounds and a smaller model than the recipe's own"
 
 
+def how_much(result: Mapping[str, Any], looked_at: int) -> list[str]:
+    """What a table of a run says where it is not all of it: a sample of the clients, a smaller recipe."""
+    sample = (
+        [f"{looked_at:,} of {result['clients']:,} clients, drawn at random"] if looked_at < result["clients"] else []
+    )
+    return sample + ([scaled_down(result["scale"])] if result["scale"] != "full" else [])
+
+
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     """One run's result."""
     parts: list[RenderableType] = [comparison_table(comparison([summary]))]
