@@ -261,7 +261,10 @@ def test_split_draws_a_picture_and_a_table(tmp_path, capsys, monkeypatch):
         ("[data]\nsplit = 'hsu'\nconcentration = inf", "data.concentration must be more than 0, and finite"),
         ("[data]\nsource = 'csv'\n[data.args]\nfile = 3\nlabel = 'y'", "data.args.file must be text"),
         ("[data]\nsource = 'csv'\n[data.args]\nfile = 'x'\nlabel = 'y'\nstandardise = 'no'", "must be true or false"),
-        ("[data]\nsource = 'images'\n[data.args]\nfolder = 'x'\nsize = -1", "size must be 0 or more pixels"),
+        (
+            "[data]\nsource = 'images'\n[data.args]\nfolder = 'x'\nsize = -1",
+            "size must be from 0 (as they are) to 4096 pixels",
+        ),
         (
             "[data]\nsource = 'mine:sites'\nholdout_clients = 2",
             "data.holdout_clients cannot be used with data of a function",
@@ -354,7 +357,7 @@ def test_help_does_not_wait_for_torch():
         (["train", "digits-skew", "--set", "fedmix.beta=0"], "fedmix.beta must be more than 0"),
         (["train", "digits-skew", "--set", "nonsense"], "--set must be key=value"),
         (["train", "digits-skew", "--algorithm", "fedprox"], "algorithm must be one of"),
-        (["train", "digits-skew", "--engine", "quantum"], "--engine must be one of local, serial"),
+        (["train", "digits-skew", "--engine", "quantum"], "--engine must be one of flower, local, serial"),
         (["train", "digits-skew", "--workers", "0"], "--workers must be 1 or more"),
         (["train", "digits-skew", "--rounds", "many"], "argument --rounds: invalid int value: 'many'"),
         (["train", "digits-skew", "--set", "data.source=imagenet"], "data.source must be one of"),
