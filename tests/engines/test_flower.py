@@ -5,7 +5,6 @@ import os
 import stat
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
@@ -13,7 +12,7 @@ from conftest import METHODS, small_experiment, train_serially
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines import flower
-from fedmix.engines.client import Absent, Task
+from fedmix.engines.client import Task
 from fedmix.engines.flower import FlowerEngine, Order, Outcome
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
@@ -115,8 +114,7 @@ def test_private_states_are_on_the_clients_disk_for_its_owner_alone(tmp_path):
         ]  # this one, and the one before
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         assert stat.S_IMODE((tmp_path / str(s)).stat().st_mode) == 0o700
-    names = {name for message in engine.grid.sent for name in json.dumps(message.content["table"]["json"])}
-    assert names
+    assert len(engine.grid.sent) == 6  # two nodes, three rounds
     for message in engine.grid.sent:
         assert "gate" not in message.content["table"]["json"]  # theta_s is in no message
 
@@ -259,5 +257,4 @@ def test_a_killed_site_leaves_no_half_state(tmp_path, monkeypatch):
         store.get(0, 2, {})
     store.put(0, 2, {"a": torch.zeros(3)}, before=1)
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["000001.safetensors", "000002.safetensors"]
-    assert isinstance(Absent("x"), Absent)
-    assert np.isfinite(store.get(0, 2, {})["a"].numpy()).all()
+    assert torch.equal(store.get(0, 2, {})["a"], torch.zeros(3))

@@ -215,7 +215,7 @@ class RemoteStore:
         return self._fetch(clients)
 
     def put(self, client: int, private: Private) -> None:
-        raise NotImplementedError("a client's private state is put where the client is")
+        raise ClientError(f"client {client}'s private state is put where the client is, not at the server")
 
     def clients(self) -> list[int]:
         return sorted(self.rounds)
