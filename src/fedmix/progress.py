@@ -22,7 +22,16 @@ class _Totals:
             self.accuracy = f"local {_percent(local)} server {_percent(server)}"
         kinds = [trouble.split(":")[0] for trouble in self.troubles]
         self.troubles = line.get("warnings", [])
-        return [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
+        new = [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
+        return new + _left_out(line)
+
+
+def _left_out(line: dict[str, Any]) -> list[str]:
+    """Clients that a round went on without, and why."""
+    told = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
+    told += [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
+    more = [f"and {len(told) - 3} more"] if len(told) > 3 else []
+    return [f"round {line['round']}: {words}" for words in told[:3] + more]
 
 
 def _percent(value: float | None) -> str:

@@ -71,7 +71,8 @@ def site_of(experiment, folder, share=True):
 def engine_of(experiment, folder, homes=None, **options):
     settings = {name: options.pop(name) for name in ("deadline", "strict") if name in options}
     grid = Grid(site_of(experiment, folder, options.pop("share", True)), **options)
-    return FlowerEngine(grid, {"about": "this"}, homes, grid.nodes, **settings)
+    where = homes and (lambda: {s: node for node, own in homes.items() if node in grid.get_node_ids() for s in own})
+    return FlowerEngine(grid, lambda _: {"about": "this"}, where, grid.nodes, **settings)
 
 
 def train(experiment, engine, last=3, state=None):

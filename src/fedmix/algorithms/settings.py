@@ -43,6 +43,7 @@ class ServerSettings:
         0.0  # a client's update of more than so many times the cohort's median norm is refused; 0: none is
     )
     min_replies: int = 1  # a round with fewer ends the run, which can be resumed
+    deadline: float = 0.0  # seconds after which a round goes on without clients that have not answered; 0: none
     aggregation: str = (
         "clients"  # or "linear": the server needs only sums over clients, as secure aggregation gives them
     )
@@ -55,6 +56,7 @@ class ServerSettings:
         require(self.server_lr > 0, "server.server_lr", "more than 0", self.server_lr)
         require(self.norm_limit >= 0, "server.norm_limit", "0 or more", self.norm_limit)
         require(self.min_replies >= 1, "server.min_replies", "1 or more", self.min_replies)
+        require(self.deadline >= 0, "server.deadline", "seconds, or 0 for none", self.deadline)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Flower's ClientApp: every message goes to the site's code; torch is imported when the first one comes."""
+"""Flower's ClientApp. In a deployment it hands each message to the worker beside it, which has torch and the data in
+memory; in a simulation it is the site itself."""
 
 from typing import Any
 
@@ -12,10 +13,28 @@ _known: dict[str, Any] = {}  # the site of the run that this process serves
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Training, evaluation and whatever else the server asks of the clients that live here."""
+    worker = context.node_config.get("worker")
+    if worker:
+        from fedmix.deploy.wire import ask
+
+        return Message(content=ask(str(worker), "train", message.content), reply_to=message)
     from fedmix.engines.flower import pack_outcomes, unpack_orders
 
     about, orders = unpack_orders(message.content)
     return Message(content=pack_outcomes(_site(about).handle(orders)), reply_to=message)
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """What this site has: names of clients, numbers of points; or why it cannot take part."""
+    from fedmix.deploy.wire import ask, table
+    from fedmix.errors import ClientError
+
+    try:
+        answer = ask(str(context.node_config.get("worker")), "query", message.content)
+    except ClientError as error:
+        answer = table({"error": str(error)})
+    return Message(content=answer, reply_to=message)
 
 
 def _site(about: dict[str, Any]) -> Any:

@@ -40,6 +40,7 @@ class Federation:
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
     left_out: int = 0  # owners of data who have too few points to take part
     held_out: "Federation | None" = None  # clients that never take part in training: the same arrays, other points
+    elsewhere: Mapping[str, Sequence[int]] | None = None  # how many points of each part clients hold that are not here
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,6 +66,7 @@ class Federation:
     def digest(self) -> str:
         """A fingerprint of who holds what: inputs, labels, side information, parts."""
         state = hashlib.blake2b(digest_size=16)
+        state.update(repr((self.names, self.elsewhere)).encode() if self.elsewhere else b"")
         for tensor in (self.y, self.c, *torch.split(self.x, 4096)):
             state.update(np.ascontiguousarray(tensor.numpy()).tobytes())
         for federation in (self, *([self.held_out] if self.held_out else [])):
@@ -78,7 +80,18 @@ class Federation:
         return replace(self, x=self.x.to(device), y=self.y.to(device), c=self.c.to(device))
 
     def size(self, client: int, part: str = "train") -> int:
-        return len(self.parts[part][client])
+        return self.elsewhere[part][client] if self.elsewhere else len(self.parts[part][client])
+
+    @staticmethod
+    def described(
+        names: Sequence[str], sizes: Mapping[str, Sequence[int]], shape: Sequence[int], classes: int, **more: Any
+    ) -> "Federation":
+        """Clients whose points are somewhere else: known are their names and how many points they hold."""
+        nothing = torch.zeros(2, dtype=torch.int64)
+        parts = {part: [np.arange(0)] * len(names) for part in PARTS}
+        return Federation(
+            torch.zeros(2, *shape), nothing, nothing, parts, names, classes, elsewhere=dict(sizes), **more
+        )
 
     @staticmethod
     def from_clients(

@@ -6,7 +6,7 @@ Named in a recipe as data.source = "npz", "images" or "csv", with what the funct
 import csv
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,40 +58,67 @@ def table(
     side: str = "",
     features: list[str] = [],  # noqa: B006 (never changed)
     standardise: bool = True,
+    columns: list[dict[str, Any]] = [],  # noqa: B006
 ) -> Source:
     """A CSV with a header: one row for each point.
 
     label, client, side: columns; all the others are features, unless `features` names them. Words become a column of 0
     and 1 for each. standardise: numbers are shifted and scaled to mean 0 and standard deviation 1 over all rows.
+    columns: how features become numbers, where that is known already; as in federation.json, or agreed on by sites:
+    {column = "age", mean = 50, std = 10}, {column = "sex", words = ["f", "m"]}.
     """
     path = _found(file, data_dir)
 
     def decode() -> Arrays:
-        columns, rows = _read_csv(path)
+        found, rows = _read_csv(path)
         apart = [name for name in (label, client, side) if name]
-        used = list(features) or [name for name in columns if name not in apart]
+        used = [about["column"] for about in known] or list(features) or [name for name in found if name not in apart]
         for name in [*apart, *used]:
-            if name not in columns:
-                raise DataError(f"{path} must have a column {name!r}. It has {', '.join(columns)}.")
+            if name not in found:
+                raise DataError(f"{path} must have a column {name!r}. It has {', '.join(found)}.")
         if set(used) & set(apart):
             raise DataError(
                 f"data.args.features must not name {min(set(used) & set(apart))!r}: it is the label, client or side."
             )
         for name in [*apart, *used]:
-            _no_gaps(path, name, columns[name], rows)
+            _no_gaps(path, name, found[name], rows)
         if not used:
             raise DataError(f"{path} must have columns beside {', '.join(apart)} to learn from. It has none.")
-        made = [_numbers(path, name, columns[name], standardise) for name in used]
+        how = known or [_how(path, name, found[name], standardise) for name in used]
         arrays = _decoded(
             path,
-            np.concatenate([x for x, _ in made], axis=1),
-            np.array(columns[label]),
-            np.array(columns[client]) if client else None,
-            np.array(columns[side]) if side else None,
+            np.concatenate([_numbers(path, about, found[about["column"]]) for about in how], axis=1),
+            np.array(found[label]),
+            np.array(found[client]) if client else None,
+            np.array(found[side]) if side else None,
         )
-        return arrays | {"features": np.array(json.dumps([about for _, about in made]))}
+        return arrays | {"features": np.array(json.dumps(how))}
 
-    return _source(cached("csv", [path], decode, label, client, side, list(features), standardise))
+    known = [_checked_column(about) for about in columns]
+    return _source(cached("csv", [path], decode, label, client, side, list(features), standardise, known))
+
+
+def rows(path: Path, columns: Sequence[Mapping[str, Any]]) -> Tensor:
+    """New rows of a CSV as numbers [N, features], made as they were for training."""
+    found, lines = _read_csv(path)
+    for about in columns:
+        if about["column"] not in found:
+            raise DataError(f"{path} must have a column {about['column']!r}. It has {', '.join(found)}.")
+        _no_gaps(path, about["column"], found[about["column"]], lines)
+    made = [_numbers(path, about, found[about["column"]]) for about in columns]
+    return torch.from_numpy(np.concatenate(made, axis=1))
+
+
+def arrays(name: str, given: Mapping[str, Any]) -> Source:
+    """Data of a function: the same arrays as in an .npz, x and y, and client and c where there are any."""
+    missing = [key for key in ("x", "y") if key not in given]
+    if missing or set(given) - {"x", "y", "client", "c"}:
+        raise DataError(f"{name} must give arrays x, y and, if it has them, client and c. It gave {', '.join(given)}.")
+    values = {key: np.asarray(value) for key, value in given.items()}
+    for key, value in values.items():
+        if not value.ndim or len(value) != len(values["y"]) or (key != "x" and value.ndim != 1):
+            raise DataError(f"{name}: {key!r} must have a value for each of the labels.")
+    return _source(_decoded(Path(name), values["x"], values["y"], values.get("client"), values.get("c")))
 
 
 def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False) -> Source:
@@ -158,26 +185,54 @@ def _no_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[int])
             )
 
 
-def _numbers(path: Path, name: str, column: Sequence[str], standardise: bool) -> tuple[Array, dict[str, Any]]:
-    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]; and how to do the same to new rows."""
+def _checked_column(about: Any) -> dict[str, Any]:
+    keys = set(about) if isinstance(about, Mapping) else set()
+    if keys != {"column", "words"} and keys != {"column", "mean", "std"}:
+        raise DataError(
+            "data.args.columns must be {column, mean, std} for numbers, {column, words} for words. Got " + f"{about!r}."
+        )
+    return dict(about)
+
+
+def _how(path: Path, name: str, column: Sequence[str], standardise: bool) -> dict[str, Any]:
+    """How a column becomes numbers: the mean and deviation of numbers, or the words that there are."""
     try:
         values = np.array(column, dtype=np.float64)
     except ValueError:
-        words, index = np.unique(np.array(column), return_inverse=True)
+        words = np.unique(np.array(column))
         if len(words) > CATEGORIES:
             raise DataError(
                 f"{path}: {name!r} must be numbers, or words of at most {CATEGORIES} kinds. It has {len(words)} kinds, "
                 f"{words[0]!r} among them; leave it out with data.args.features."
             ) from None
-        return np.eye(len(words), dtype=np.float32)[index], {"column": name, "words": words.tolist()}
+        return {"column": name, "words": words.tolist()}
     if not np.isfinite(values).all():
         raise DataError(f"{path}: {name!r} must be finite. It holds infinity.")
     with np.errstate(over="ignore", invalid="ignore"):
         mean, std = (float(values.mean()), float(values.std()) or 1.0) if standardise else (0.0, 1.0)
-        made = ((values - mean) / std)[:, None].astype(np.float32)
-    if not np.isfinite([mean, std]).all() or not np.isfinite(made).all():
+    if not np.isfinite([mean, std]).all():
         raise DataError(f"{path}: {name!r} must be numbers of ordinary size. They are too large.")
-    return made, {"column": name, "mean": mean, "std": std}
+    return {"column": name, "mean": mean, "std": std}
+
+
+def _numbers(path: Path, about: Mapping[str, Any], column: Sequence[str]) -> Array:
+    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]."""
+    name = about["column"]
+    if "words" in about:
+        place = {word: i for i, word in enumerate(about["words"])}
+        strange = next((word for word in column if word not in place), None)
+        if strange is not None:
+            raise DataError(f"{path}: {name!r} must be one of {', '.join(place)}. It has {strange!r}.")
+        return np.eye(len(place), dtype=np.float32)[[place[word] for word in column]]
+    try:
+        values = np.array(column, dtype=np.float64)
+    except ValueError as error:
+        raise DataError(f"{path}: {name!r} must be numbers. {str(error).capitalize()}.") from None
+    with np.errstate(over="ignore", invalid="ignore"):
+        made: Array = ((values - about["mean"]) / about["std"])[:, None].astype(np.float32)
+    if not np.isfinite(made).all():
+        raise DataError(f"{path}: {name!r} must be numbers of ordinary size. They are too large.")
+    return made
 
 
 def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
@@ -221,7 +276,8 @@ def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | No
         names, arrays["owner"] = np.unique(client, return_inverse=True)
         arrays["owners"] = names.astype(str)
     if c is not None:
-        arrays["column"] = np.unique(c, return_inverse=True)[1]
+        kinds, arrays["column"] = np.unique(c, return_inverse=True)
+        arrays["kinds"] = kinds.astype(str)
     return arrays
 
 
@@ -256,6 +312,7 @@ def _source(arrays: Arrays) -> Source:
         owner=whole("owner"),
         owners=listed("owners"),
         column=whole("column"),
+        kinds=listed("kinds"),
         labels=listed("labels"),
         features=json.loads(str(arrays["features"])) if "features" in arrays else (),
     )

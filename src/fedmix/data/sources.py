@@ -45,6 +45,7 @@ class Source:
     owners: Sequence[str] = ()
     coarse: Tensor | None = None  # a coarser label of each point [N]
     column: Tensor | None = None  # side information of the user's own [N], a number from 0
+    kinds: Sequence[str] = ()  # what the user calls its values
     labels: Sequence[str] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
 

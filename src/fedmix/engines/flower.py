@@ -8,6 +8,7 @@ state each of them is to start from.
 import importlib
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from fedmix.engines.client import Absent, Task
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError, SettingError
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05  # between looks for answers, at first
+LONGEST_PAUSE = 0.3  # and at last
 LARGEST = 256 << 20  # bytes of tensors in one message, a little more or less
 ASK = "train"  # Flower's kind of message
 
@@ -57,41 +60,55 @@ class Outcome:
 
 
 class _Laid:
-    """Tensors for a message, each of them once."""
+    """Tensors for a message, each of them once, end to end in one array: Flower sends arrays one request each."""
 
     def __init__(self) -> None:
-        self.arrays: dict[str, Any] = {}
-        self._known: dict[int, tuple[Tensor, str]] = {}
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._known: dict[int, tuple[Tensor, int]] = {}
+        self.rows: list[tuple[str, list[int], int]] = []  # of each tensor: type, shape, where it begins
 
-    def lay(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    def lay(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         where = {}
         for name, value in tensors.items():
             if id(value) not in self._known:
-                key = str(len(self.arrays))
-                self.arrays[key] = flwr().Array(value.detach().cpu().contiguous().numpy())
-                self._known[id(value)] = (value, key)
+                plain = value.detach().cpu().numpy()
+                self._known[id(value)] = (value, len(self.rows))
+                self.rows.append((plain.dtype.str, list(plain.shape), self._size))
+                self._pieces.append(plain.tobytes())
+                self._size += plain.nbytes
             where[name] = self._known[id(value)][1]
         return where
+
+    def array(self) -> Any:
+        return flwr().Array(np.frombuffer(b"".join(self._pieces), dtype=np.uint8))
 
 
 def _packed(laid: _Laid, table: Any) -> Any:
     app = flwr()
     return app.RecordDict(
-        {"tensors": app.ArrayRecord(laid.arrays), "table": app.ConfigRecord({"json": json.dumps(table)})}
+        {
+            "tensors": app.ArrayRecord({"all": laid.array()}),
+            "table": app.ConfigRecord({"json": json.dumps({"tensors": laid.rows, "table": table})}),
+        }
     )
 
 
-def _unpacked(content: Any) -> tuple[Any, Callable[[Mapping[str, str]], dict[str, Tensor]]]:
-    arrays = content["tensors"]
-    known: dict[str, Tensor] = {}
+def _unpacked(content: Any) -> tuple[Any, Callable[[Mapping[str, int]], dict[str, Tensor]]]:
+    packed = json.loads(content["table"]["json"])
+    rows = packed["tensors"]
+    whole = content["tensors"]["all"].numpy() if rows else np.zeros(0, dtype=np.uint8)
+    known: dict[int, Tensor] = {}
 
-    def take(where: Mapping[str, str]) -> dict[str, Tensor]:
-        for key in where.values():
-            if key not in known:
-                known[key] = torch.from_numpy(arrays[key].numpy().copy())
-        return {name: known[key] for name, key in where.items()}
+    def take(where: Mapping[str, int]) -> dict[str, Tensor]:
+        for row in where.values():
+            if row not in known:
+                kind, shape, start = rows[row]
+                end = start + np.dtype(kind).itemsize * math.prod(shape)
+                known[row] = torch.from_numpy(whole[start:end].copy().view(kind).reshape(shape))
+        return {name: known[row] for name, row in where.items()}
 
-    return json.loads(content["table"]["json"]), take
+    return packed["table"], take
 
 
 def pack_orders(about: Mapping[str, Any], orders: Sequence[Order]) -> Any:
@@ -196,9 +213,9 @@ def nodes_of(grid: Any, count: int, seconds: float = 300.0) -> list[int]:
     return found
 
 
-def parcel(content: Any, node: int, group: str, ttl: float | None = None) -> Any:
+def parcel(content: Any, node: int, group: str, ttl: float | None = None, kind: str = ASK) -> Any:
     """A message of Flower's to one node."""
-    return flwr().Message(content, node, ASK, group_id=group, ttl=ttl)
+    return flwr().Message(content, node, kind, group_id=group, ttl=ttl)
 
 
 class RemoteStore:
@@ -227,8 +244,9 @@ class RemoteStore:
 class FlowerEngine:
     """Sends tasks through a Flower grid.
 
-    about: what goes with every message. homes: the clients of each node, by node id; None: any client on any node.
-    deadline: seconds until a round is closed without those who have not answered; 0: until all have.
+    about: (node) -> what goes with every message to it. homes: () -> the node that each client lives on, of those that
+    can be reached; None: any client on any node. deadline: seconds until a round is closed without those who have not
+    answered; 0: until all have.
     """
 
     name = "flower"
@@ -236,14 +254,14 @@ class FlowerEngine:
     def __init__(
         self,
         grid: Any,
-        about: Mapping[str, Any],
-        homes: Mapping[int, Sequence[int]] | None,
+        about: Callable[[int], Mapping[str, Any]],
+        homes: Callable[[], Mapping[int, int]] | None,
         nodes: Sequence[int],
         deadline: float = 0.0,
         strict: bool = True,
     ) -> None:
         self.grid = grid
-        self.about = dict(about)
+        self.about = about
         self.homes = homes
         self.nodes = sorted(nodes)
         self.workers = len(nodes)
@@ -268,7 +286,7 @@ class FlowerEngine:
         answers: dict[int, Message | Absent] = {}
         sent: dict[str, list[int]] = {}
         for node, own in self._parcels(orders):
-            message = parcel(pack_orders(self.about, own), node, str(tasks[0].round), self.deadline or None)
+            message = parcel(pack_orders(self.about(node), own), node, str(tasks[0].round), self.deadline or None)
             (message_id,) = self.grid.push_messages([message])
             sent[message_id] = [order.task.client for order in own]
         for message_id, outcomes in self._collect(sent).items():
@@ -285,8 +303,9 @@ class FlowerEngine:
     def _parcels(self, orders: Sequence[Order]) -> list[tuple[int, list[Order]]]:
         """Orders by node: where the client lives, or in equal parts; large ones in several messages."""
         by_node: dict[int, list[Order]] = {}
+        homes = self.homes() if self.homes else None
         for i, order in enumerate(orders):
-            node = self._home(order.task.client, i)
+            node = self.nodes[i % len(self.nodes)] if homes is None else homes.get(order.task.client)
             if node is not None:
                 by_node.setdefault(node, []).append(order)
         parcels: list[tuple[int, list[Order]]] = []
@@ -300,15 +319,10 @@ class FlowerEngine:
             parcels.append((node, part))
         return parcels
 
-    def _home(self, client: int, place: int) -> int | None:
-        if self.homes is None:
-            return self.nodes[place % len(self.nodes)]
-        connected = set(self.grid.get_node_ids())
-        return next((node for node, own in self.homes.items() if client in own and node in connected), None)
-
     def _collect(self, sent: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Message | Absent]]:
         """Replies as they come, until all are there or the time is over."""
         waiting, found = set(sent), dict[str, dict[int, Message | Absent]]()
+        pause = POLL_SECONDS
         until = time.monotonic() + self.deadline if self.deadline else None
         while waiting and (until is None or time.monotonic() < until):
             for reply in self.grid.pull_messages(sorted(waiting)):
@@ -317,7 +331,8 @@ class FlowerEngine:
                     waiting.discard(asked)
                     found[asked] = self._read(reply, sent[asked])
             if waiting:
-                time.sleep(POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(1.2 * pause, LONGEST_PAUSE)
         for asked in waiting:
             late = Absent(f"no answer within {self.deadline:g} s")
             found[asked] = dict.fromkeys(sent[asked], late)

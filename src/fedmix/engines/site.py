@@ -9,7 +9,7 @@ from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.client import CPU, one_thread, perform
 from fedmix.engines.flower import Order, Outcome
 from fedmix.engines.store import SiteStore
-from fedmix.errors import ClientError
+from fedmix.errors import ClientError, FedmixError
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Site:
     seed: int
     store: SiteStore
     share: bool
+    keep: bool = False  # what clients are sent, for predictions after training
     device: torch.device = CPU
 
     def handle(self, orders: Sequence[Order]) -> list[Outcome]:
@@ -30,7 +31,7 @@ class Site:
             for order in orders:
                 try:
                     outcomes.append(Outcome(order.task.client, self._answer(order)))
-                except ClientError as error:
+                except FedmixError as error:
                     outcomes.append(Outcome(order.task.client, None, str(error)))
         return outcomes
 
@@ -41,6 +42,8 @@ class Site:
             if not self.share:
                 raise ClientError(f"client {task.client} does not share its private state (evaluation.share_private)")
             return Message(self.algorithm.hand_over(private))
+        if self.keep and task.kind in ("train", "evaluate"):
+            self.store.keep(task.client, task.message, private, task.round - (task.kind == "train"))
         answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
         if task.kind == "train":
             self.store.put(task.client, task.round, after, before=order.state)

@@ -1,14 +1,16 @@
 """Clients' private states, in memory or on disk. A client that never took part has no entry and costs nothing."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
-from fedmix.core.types import Private
+from fedmix.core.tree import subtree
+from fedmix.core.types import Message, Private
 from fedmix.errors import ClientError
 
 
@@ -127,13 +129,43 @@ class SiteStore:
     def put(self, client: int, t: int, private: Private, before: int) -> None:
         """Keep the state after round t, and that after round `before`, from which t may have to be done again."""
         path = self._path(client, t)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = path.with_suffix(".part")
-        with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(save({name: value.contiguous() for name, value in private.items()}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        _write_private(path, private)
         for old in path.parent.iterdir():
-            if old not in (path, self._path(client, before)):
+            if old not in (path, self._path(client, before), self._received(client)):
                 old.unlink(missing_ok=True)
+
+    def _received(self, client: int) -> Path:
+        return self.folder / str(client) / "received.safetensors"
+
+    def keep(self, client: int, message: Message, private: Private, t: int) -> None:
+        """What the client was sent, with the private state that goes with it: for predictions after training."""
+        tensors = {f"sent.{name}": value for name, value in message.tensors.items()}
+        about = {"round": str(t), "numbers": json.dumps(dict(message.numbers))}
+        _write_private(
+            self._received(client), tensors | {f"own.{name}": value for name, value in private.items()}, about
+        )
+
+    def kept(self, client: int) -> tuple[Message, Private, int]:
+        """What `keep` kept: message, private state, and the round whose weights they are."""
+        path = self._received(client)
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, SafetensorError) as error:
+            raise ClientError(
+                f"client {client} must have been sent a model. {path} cannot be read ({error})."
+            ) from error
+        message = Message(subtree(tensors, "sent"), json.loads(about["numbers"]))
+        return message, subtree(tensors, "own"), int(about["round"])
+
+
+def _write_private(path: Path, tensors: Private, about: dict[str, str] | None = None) -> None:
+    """Whole or not at all, and readable by its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(".part")
+    with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(save({name: value.contiguous() for name, value in tensors.items()}, about))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

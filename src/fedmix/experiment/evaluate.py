@@ -16,6 +16,7 @@ from fedmix.core.types import Algorithm, Message, Private, State
 from fedmix.data.federation import Federation
 from fedmix.engines.client import CHUNK, Task
 from fedmix.engines.store import Store
+from fedmix.errors import ClientError
 from fedmix.experiment.loop import Engine
 
 Numbers = Mapping[str, float]
@@ -125,7 +126,12 @@ def global_score(
     algorithm: Algorithm, store: Store, state: State, federation: Federation, part: str, share_private: bool
 ) -> GlobalScore:
     """The union of all clients' `part` without client identity; p(s) = N_s/N over clients that ever took part."""
-    known = crowd(algorithm, store, federation, share_private)
+    if federation.elsewhere:
+        return GlobalScore(None, "it needs the clients' points, which never leave their sites", 0)
+    try:
+        known = crowd(algorithm, store, federation, share_private)
+    except ClientError as error:
+        return GlobalScore(None, str(error), 0)
     if known is None:
         return GlobalScore(None, NOT_SHARED, 0)
     message = algorithm.broadcast(state, None)

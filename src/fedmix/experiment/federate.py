@@ -16,7 +16,7 @@ from fedmix.data.own import READERS
 from fedmix.data.partition import Indices
 from fedmix.data.sources import DATASETS, Source, load, stand_in
 from fedmix.errors import DataError, SettingError, one_of
-from fedmix.experiment.recipe import NATURAL, OWN, DataSettings, named_object, typed
+from fedmix.experiment.recipe import NATURAL, OWN, SITES, DataSettings, named_object, typed
 from fedmix.rng import Stream, stream
 
 
@@ -28,9 +28,13 @@ def build_federation(
         raise SettingError(
             "this run's data was handed over in Python; go on there: fedmix.train(federation=..., out=RUN, resume=True)."
         )
+    if settings.source == SITES:
+        raise SettingError(
+            "data.source = 'sites' is data that never leaves its sites; a recipe with it is trained by: fedmix deploy run."
+        )
     if ":" in settings.source:
         return _from_function(settings, seed)
-    return _federate(settings, seed, _source(settings, data_dir, only_sizes))
+    return federate(settings, seed, _source(settings, data_dir, only_sizes))
 
 
 def _from_function(settings: DataSettings, seed: int) -> Federation:
@@ -75,7 +79,7 @@ def _source(settings: DataSettings, data_dir: str | None, only_sizes: bool) -> S
     elif name == "digits" or name in DATASETS:
         read = partial(stand_in, name) if only_sizes else partial(load, name, data_dir)
     else:
-        raise SettingError(one_of("data.source", name, ["digits", *DATASETS, *READERS, "package.module:name"]))
+        raise SettingError(one_of("data.source", name, ["digits", *DATASETS, *READERS, SITES, "package.module:name"]))
     _bound(read, settings)
     made: Source = read(**args)
     return made
@@ -91,7 +95,7 @@ class _Dealt:
     left_out: int = 0
 
 
-def _federate(settings: DataSettings, seed: int, source: Source) -> Federation:
+def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
     rng = stream(seed, "data")
     train = _some(np.arange(source.train), settings.share, rng.child("share", "train"))
     test = _some(np.arange(source.train, len(source.y)), settings.share, rng.child("share", "test"))

@@ -30,6 +30,7 @@ NATURAL = ("by-writer", "by-client")  # points belong to somebody already; the t
 SHIFTS = ("none", "permute-labels", "rotate")
 AUGMENTS = ("none", "crop-flip")
 SIDES = ("label", "client", "rotation", "group", "column")
+SITES = "sites"  # data that is with its owners, each with a machine of their own (experiment.sites)
 OWN = "own"  # data or a model that was handed over in Python, which a recipe cannot name
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ T = TypeVar("T")
 class DataSettings:
     """Where the data comes from and who holds what of it."""
 
-    source: str = "digits"  # a name, "npz", "images" or "csv" with args, `package.module:name`, or "own"
+    source: str = "digits"  # a name, "npz", "images" or "csv" with args, `package.module:name`, "sites", or "own"
     clients: int = 20  # that take part; 0: all that the data knows (by-writer, by-client)
     holdout_clients: int = 0  # more of them, that never take part
     share: float = 1.0  # of the source's points, drawn at random

@@ -17,6 +17,7 @@ from fedmix.errors import RunError
 from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
 
+FAILURE = "failure.json"  # why a run that was submitted to a server did not end
 AFTERWARDS = ("evaluation.json", "new-clients.png", "audit.json", "audit.png")  # of evaluate and audit
 FILES = {
     "recipe.toml",
@@ -28,11 +29,17 @@ FILES = {
     "clients",
     "lock",
     "report.html",
+    "sites.json",
+    FAILURE,
     *AFTERWARDS,
 }
 
 
 PARTIAL = {f"{name}.part" for name in FILES}  # what a process that was killed may leave
+
+
+class InUse(RunError):
+    """A run directory that another process works on."""
 
 
 class RunDirectory:
@@ -75,9 +82,7 @@ class RunDirectory:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise RunError(
-                f"{self.path} is in use by another process. Wait for it, or choose another --out."
-            ) from error
+            raise InUse(f"{self.path} is in use by another process. Wait for it, or choose another --out.") from error
 
     def _clear(self) -> None:
         foreign = sorted(set(os.listdir(self.path)) - FILES - PARTIAL)
@@ -146,22 +151,7 @@ class RunDirectory:
 
     def describe_federation(self, federation: Federation) -> None:
         """federation.json: what a trained model needs to know of the data, so that it can be used without the data."""
-        described = {
-            "clients": list(federation.names),
-            "points": {part: [len(own) for own in federation.parts[part]] for part in PARTS},
-            "input": list(federation.x.shape[1:]),
-            "classes": federation.classes,
-            "labels": list(federation.labels),
-            "features": [dict(column) for column in federation.features],
-            "categories": federation.categories,
-            "side": federation.side,
-            "groups": None if federation.groups is None else list(federation.groups),
-            "held_out": [] if federation.held_out is None else list(federation.held_out.names),
-            "left_out": federation.left_out,
-            "mean": list(federation.mean),
-            "std": list(federation.std),
-            "digest": federation.digest(),
-        }
+        described = describe_federation(federation)
         file = self.path / "federation.json"
         if file.exists() and json.loads(file.read_text())["digest"] != described["digest"]:
             raise RunError(
@@ -188,7 +178,7 @@ class RunDirectory:
 
     def go_on(self) -> None:
         """A run that goes on has no summary until it ends again, and what was said of it is not true any more."""
-        for name in ("summary.json", *AFTERWARDS):
+        for name in ("summary.json", FAILURE, *AFTERWARDS):
             (self.path / name).unlink(missing_ok=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -197,6 +187,26 @@ class RunDirectory:
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
+
+
+def describe_federation(federation: Federation) -> dict[str, Any]:
+    """What a trained model needs to know of the data: what federation.json holds."""
+    return {
+        "clients": list(federation.names),
+        "points": {part: [federation.size(s, part) for s in range(len(federation))] for part in PARTS},
+        "input": list(federation.x.shape[1:]),
+        "classes": federation.classes,
+        "labels": list(federation.labels),
+        "features": [dict(column) for column in federation.features],
+        "categories": federation.categories,
+        "side": federation.side,
+        "groups": None if federation.groups is None else list(federation.groups),
+        "held_out": [] if federation.held_out is None else list(federation.held_out.names),
+        "left_out": federation.left_out,
+        "mean": list(federation.mean),
+        "std": list(federation.std),
+        "digest": federation.digest(),
+    }
 
 
 def run_recipe(path: Path) -> Recipe:

@@ -128,36 +128,56 @@ def run(
 
     data_dir: where clients that are other processes look for the data first.
     """
-    recipe, federation = experiment.recipe, experiment.federation
+
+    def here(going: _Going) -> dict[str, Any]:
+        with closing(make_engine(engine, workers, experiment, going.store(), device)) as started:
+            return going.to_its_end(started, device)
+
+    def simulated(going: _Going) -> dict[str, Any]:
+        nodes = workers or cores()
+        folder = str(going.clients_folder.resolve())
+        about = {"recipe": dump_recipe(experiment.recipe), "folder": folder, "data_dir": data_dir}
+        ended: list[dict[str, Any]] = []
+
+        def serve(grid: Any) -> None:
+            deadline = experiment.recipe.server.deadline
+            started = FlowerEngine(grid, lambda _: about, None, nodes_of(grid, nodes), deadline, strict=not deadline)
+            ended.append(going.to_its_end(started, device))
+
+        simulate(nodes, CLIENT_APP, serve)
+        return ended[0]
+
+    return _run(experiment, directory, simulated if engine == "flower" else here, engine == "flower", watch)
+
+
+def run_over(experiment: Experiment, directory: RunDirectory, engine: Engine) -> dict[str, Any]:
+    """The same with clients that are somewhere else, behind an engine that is connected already."""
+    return _run(experiment, directory, lambda going: going.to_its_end(engine, "cpu"), True, None)
+
+
+def _run(
+    experiment: Experiment,
+    directory: RunDirectory,
+    to_its_end: Callable[["_Going"], dict[str, Any]],
+    elsewhere: bool,
+    watch: Callable[[Progress], None] | None,
+) -> dict[str, Any]:
+    """elsewhere: clients keep their private states themselves."""
+    recipe = experiment.recipe
     checkpoints = Checkpoints(directory.path / "checkpoints", recipe.checkpoint.keep)
     found = checkpoints.load_last(experiment.algorithm.init(recipe.seed))
     done = directory.summary()
     if found and done and found.round == recipe.rounds == done["rounds"]:
         return done
-    if found and (engine == "flower") != ("engine" in found.carried):
-        words = "without --engine flower" if engine == "flower" else "with --engine flower"
+    if found and elsewhere != ("engine" in found.carried):
+        words = "without --engine flower" if elsewhere else "with --engine flower"
         raise RunError(f"{directory.path} must go on {words}: its clients' private states are where it was trained.")
-    directory.describe_federation(federation)
+    directory.describe_federation(experiment.federation)
     directory.describe_recipe(recipe)
     directory.go_on()
     directory.cut_metrics(found.round if found else 0)
-
     with _deferred_signals() as asked_to_stop:
-        going = _Going(experiment, directory, checkpoints, found, watch, asked_to_stop)
-        if engine == "flower":
-            nodes = workers or cores()
-            about = {"recipe": dump_recipe(recipe), "folder": str(going.clients_folder.resolve()), "data_dir": data_dir}
-            ended: list[dict[str, Any]] = []
-
-            def serve(grid: Any) -> None:
-                with closing(FlowerEngine(grid, about, None, nodes_of(grid, nodes))) as started:
-                    ended.append(going.to_its_end(started, device))
-
-            simulate(nodes, CLIENT_APP, serve)
-            summary = ended[0]
-        else:
-            with closing(make_engine(engine, workers, experiment, going.store(), device)) as started:
-                summary = going.to_its_end(started, device)
+        summary = to_its_end(_Going(experiment, directory, checkpoints, found, watch, asked_to_stop))
     directory.finish(summary)
     return summary
 

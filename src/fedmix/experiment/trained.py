@@ -4,7 +4,7 @@ A run directory is enough; the data is not needed.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedmix.core.mixture import Mixture
+from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
+from fedmix.core.types import Algorithm
 from fedmix.data.federation import client_number, normalised
 from fedmix.engines.client import predict
 from fedmix.errors import RunError
@@ -22,6 +24,15 @@ from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints, private_states
 from fedmix.experiment.recipe import Recipe
 from fedmix.experiment.record import read_metrics, run_recipe
+
+
+def revive(
+    recipe: Recipe, about: Mapping[str, Any], model: Callable[[], nn.Module] | nn.Module | None = None
+) -> tuple[Model, Algorithm]:
+    """Model and method of a run, from its recipe and what federation.json says of its data."""
+    example = torch.zeros(2, *about["input"])
+    built = build_model(recipe.model, example, about["classes"], model)
+    return built, build_algorithm(recipe, built, len(about["clients"]), about["categories"], example)
 
 
 class TrainedRun:
@@ -34,16 +45,18 @@ class TrainedRun:
         self.clients: list[str] = about["clients"]
         self.labels: list[str] = about.get("labels", [])  # what the user calls the classes, where the data says so
         self._mean, self._std = about["mean"], about["std"]
-        example = torch.zeros(2, *about["input"])
-        self._model = build_model(recipe.model, example, about["classes"], model)
-        self._algorithm = build_algorithm(recipe, self._model, len(self.clients), about["categories"], example)
+        self._model, self._algorithm = revive(recipe, about, model)
         checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
         found = checkpoints.load_last(self._algorithm.init(recipe.seed))
         if found is None:
             raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
         self.round = found.round
         self._state = found.state
-        self._privates = private_states(path, found)
+        self._found = found
+
+    @cached_property
+    def _privates(self) -> dict[int, Params]:
+        return private_states(self.path, self._found)
 
     @property
     def experts(self) -> tuple[Params, ...]:

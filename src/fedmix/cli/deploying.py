@@ -1,0 +1,195 @@
+"""Commands for a federation of machines: folders, processes, a run over them, predictions at a site."""
+
+import csv
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from fedmix.cli.output import show
+from fedmix.cli.training import changes
+from fedmix.errors import SettingError
+
+
+def _say(words: str) -> None:
+    print(f"fedmix: {words}", file=sys.stderr, flush=True)
+
+
+def _recipe(args: Any, name: str) -> Any:
+    from fedmix.experiment.recipe import read_recipe
+
+    return read_recipe(name, getattr(args, "algorithm", None), changes(args, seed=args.seed), args.scale)
+
+
+def init(args: Any) -> int:
+    from fedmix.deploy.folder import init as make
+    from fedmix.engines.flower import flwr
+    from fedmix.experiment.recipe import read_recipe
+
+    flwr()
+    sites = [name.strip() for name in args.sites.split(",") if name.strip()]
+    files = make(Path(args.folder), sites, args.address, read_recipe(args.recipe) if args.recipe else None)
+    if args.json:
+        print(json.dumps({"folder": args.folder, "files": files}))
+    else:
+        print(f"{args.folder}: a server and {len(sites)} sites; what to do with them is in {args.folder}/README.md")
+    return 0
+
+
+def check(args: Any) -> int:
+    from fedmix.deploy.check import check as look
+
+    rows = look(Path(args.folder))
+    wrong = [row for row in rows if not row["ok"]]
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table()
+        for column in ("check", "", "found"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(row["check"], "ok" if row["ok"] else "WRONG", Text(row["found"]))
+        show(table)
+    if wrong:
+        _say(f"error: {len(wrong)} of {len(rows)} checks failed; the first is {wrong[0]['check']}")
+        return 2
+    return 0
+
+
+def serve(args: Any) -> int:
+    from fedmix.deploy import serve as serving
+
+    folder = Path(args.folder)
+    if args.show:
+        environment, commands = serving.commands(folder)
+        for key, value in environment.items():
+            print(f"export {key}={shlex.quote(value)}")
+        for command in commands:
+            print(shlex.join(command))
+        return 0
+    serving.serve(folder, _say)
+    return 0
+
+
+def run(args: Any) -> int:
+    from fedmix.deploy.folder import agreed_recipe, read_server, server_folder
+    from fedmix.engines.flower import flwr
+
+    flwr()
+    folder = server_folder(Path(args.folder))
+    read_server(folder)
+    if not args.recipe:
+        agreed_recipe(folder)
+    recipe = _recipe(args, args.recipe or str(folder / "recipe.toml"))
+    out = Path(args.out) if args.out else folder / "runs" / f"{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
+    return _run(args, folder, recipe, out)
+
+
+def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
+    from fedmix.deploy.submit import Submission
+    from fedmix.progress import progress
+    from fedmix.report.text import summary_table
+
+    quiet = args.quiet
+    with progress(f"{recipe.algorithm}, seed {recipe.seed}", quiet) as watch:
+        submission = Submission(
+            folder, recipe, out, args.data_dir, args.wait, watch, (lambda _: None) if quiet else _say
+        )
+        try:
+            summary = submission.to_its_end(args.resume, args.overwrite)
+        except KeyboardInterrupt:
+            _say(f"stopped. Go on with the same command and --resume; what is done is in {out}")
+            return 130
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        show(summary_table(summary))
+        print(f"results: {out}")
+    return 0
+
+
+def up(args: Any) -> int:
+    from fedmix.deploy import local
+    from fedmix.deploy.serve import told_to_stop
+    from fedmix.engines.flower import flwr
+
+    flwr()
+    folder = Path(args.out)
+    there = (folder / "server" / "server.toml").is_file()
+    if args.local < 1:
+        raise SettingError(f"--local must be 1 or more. Got {args.local} instead.")
+    recipe = _recipe(args, args.recipe)
+    if not there:
+        local.prepare(folder, args.local, recipe)
+    elif len(list((folder / "sites").iterdir())) != args.local:
+        raise SettingError(f"{folder} holds another number of sites than --local {args.local}; choose another --out.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: everything is stopped
+    with local.up(folder, _say):
+        if args.train:
+            return _run(
+                args, folder / "server", recipe, folder / "server" / "runs" / f"{recipe.name}-{recipe.algorithm}"
+            )
+        _say(f"{args.local} sites are connected; logs in {folder / 'logs'}")
+        _say(f"train with: fedmix deploy run {folder}. Ctrl-C ends server and sites")
+        with told_to_stop() as stop:
+            _wait(stop)
+    return 0
+
+
+def _wait(stop: threading.Event) -> None:
+    while not stop.wait(0.5):
+        pass
+
+
+def predict(args: Any) -> int:
+    from fedmix.deploy.predict import predict_site
+
+    out = Path(args.out) if args.out else None
+    if out and out.suffix not in (".csv", ".npz"):
+        raise SettingError(f"--out must be a .csv or .npz file. Got {args.out!r} instead.")
+    if out and out.exists() and not args.overwrite:
+        raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
+    found = predict_site(Path(args.site), Path(args.input), args.client, args.run, args.x, args.y)
+    if out:
+        _write_predictions(out, found)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    if not out:
+        _rows(sys.stdout, found)
+    good = f", accuracy {100 * found['accuracy']:.1f} % of those with labels" if "accuracy" in found else ""
+    words = f"client {found['client']}, round {found['round']}: {len(found['predictions']):,} predictions{good}"
+    _say(words + (f"; {out}" if out else ""))
+    return 0
+
+
+def _rows(file: Any, found: dict[str, Any]) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["label", *(f"p({name})" for name in found["labels"])])
+    for label, row in zip(found["predictions"], found["probabilities"], strict=True):
+        writer.writerow([label, *row])
+
+
+def _write_predictions(path: Path, found: dict[str, Any]) -> None:
+    import numpy as np
+
+    part = path.with_name(path.name + ".part")
+    if path.suffix == ".csv":
+        with open(part, "w", newline="") as file:
+            _rows(file, found)
+    else:
+        with open(part, "wb") as binary:
+            np.savez(
+                binary,
+                label=np.array(found["predictions"]),
+                p=np.array(found["probabilities"], dtype=np.float32),
+                labels=np.array(found["labels"]),
+            )
+    os.replace(part, path)

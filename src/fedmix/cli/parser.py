@@ -1,0 +1,265 @@
+"""Every command with its options."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fedmix import __version__
+from fedmix.cli import deploying, listing, looking, training
+from fedmix.cli.training import METHOD_HELP
+
+EXAMPLES = """examples:
+  fedmix recipes                                     what can be trained
+  fedmix plan digits-skew                            what it will cost
+  fedmix split digits-skew                           who will hold what, as a table and a picture
+  fedmix train digits-permutation --out runs/first   train; results in runs/first
+  fedmix train runs/first --resume                   go on after an interruption
+  fedmix evaluate runs/first                         how good it is for old clients, new clients, unknown clients
+  fedmix audit runs/first                            what the server could have learnt of the clients' labels
+  fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
+  fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75       accuracy against bytes
+  fedmix train digits-skew --set fedmix.experts=8 --set training.client_lr=0.1
+  fedmix train cifar10 --scale small                 the paper's experiment in minutes, scaled down
+  fedmix data get cifar10                            download a data set from its publisher
+  fedmix deploy up digits-skew --local 3 --train     a federation of machines, tried on this one
+"""
+DEPLOY_EXAMPLES = """examples:
+  fedmix deploy up digits-skew --local 3 --train       try it: a server and three sites on this machine, TLS and keys
+  fedmix deploy init federation --sites a,b,c --address fedmix.example.org:8000
+  fedmix deploy check federation/sites/a               at site a: data, labels, shapes, certificate, server
+  fedmix deploy serve federation/sites/a               at site a: takes part until Ctrl-C
+  fedmix deploy run federation                         at the server: train
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="fedmix",
+        description="Train a federated mixture of experts: K expert models shared by all clients, a private gate on each.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fedmix {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = _command(commands, "train", training.train, "train one method on one recipe")
+    _recipe_options(train)
+    _run_options(train)
+    train.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    train.add_argument("--seed", type=int, metavar="N", help="of the split, the start and the order of everything")
+    train.add_argument("--warm-start", metavar="RUN", help="start from the experts of another run")
+
+    compare = _command(commands, "compare", training.compare, "train several methods, print one table")
+    _recipe_options(compare)
+    _run_options(compare)
+    methods = "fedmix,fedavg,biased-fedavg,local-global"
+    compare.add_argument(
+        "--algorithms", metavar="A,B,...", default=methods, help=f"methods by name (default: {methods})"
+    )
+    compare.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+
+    sweep = _command(
+        commands, "sweep", training.sweep, "train a grid of settings: one table, one figure, each run resumable"
+    )
+    _recipe_options(sweep)
+    _run_options(sweep)
+    sweep.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    sweep.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+    sweep.epilog = "example: fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75 --rounds 20 --seeds 0,1,2"
+
+    evaluate = _command(
+        commands,
+        "evaluate",
+        looking.evaluate,
+        "every kind of inference of a trained run: for clients that took part, for new ones with labels and without",
+    )
+    _after_options(evaluate)
+    evaluate.add_argument(
+        "--vae",
+        action=argparse.BooleanOptionalAction,
+        help="a generative model on each client, for p(s|x) (default: where that takes minutes at most)",
+    )
+    evaluate.add_argument(
+        "--points",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="inputs for p(s|x), drawn at random (default 2000; 0: all)",
+    )
+
+    audit = _command(
+        commands, "audit", looking.audit, "what the server could have learnt of the clients' labels in a run"
+    )
+    _after_options(audit)
+
+    plan = _command(commands, "plan", training.plan, "parameters, bytes, FLOP, memory and time, before anything runs")
+    _recipe_options(plan)
+    plan.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    plan.add_argument("--workers", type=int, metavar="N", help="clients side by side (default: all cores)")
+
+    split = _command(
+        commands, "split", looking.split, "draw who holds what: clients by classes, as a table and a picture"
+    )
+    _recipe_options(split)
+    split.add_argument("--seed", type=int, metavar="N", help="of the split (the recipe's own by default)")
+    split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
+    split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
+
+    recipes = _command(commands, "recipes", listing.recipes, "list the recipes that come with fedmix")
+    recipes.add_argument("--json", action="store_true", help="print JSON")
+
+    data = _command(
+        commands, "data", listing.data, "list the data sets: what is here, what is missing, where to get it"
+    )
+    _data_options(data)
+    actions = data.add_subparsers(title="actions", metavar="ACTION")
+    get = _command(
+        actions, "get", listing.data_get, "download a data set from its publisher: progress, resume, checksums"
+    )
+    get.add_argument("name", metavar="NAME", help="a data set of the list that `fedmix data` prints")
+    get.add_argument("--mirror", metavar="URL", help="take the publisher's files from here, by their names")
+    get.add_argument("--quiet", action="store_true", help="no progress")
+    _data_options(get, "where it goes, and is looked for first (default: the user's cache)")
+    _deploy_commands(commands)
+    return parser
+
+
+def _deploy_commands(commands: Any) -> None:
+    """fedmix deploy init | check | serve | run | up, and fedmix predict."""
+    deploy = commands.add_parser(
+        "deploy",
+        help="a federation of machines, on Flower: keys, checks, processes, a run over them",
+        description="A federation of machines, on Flower. docs/deploy.md leads from nothing to three sites.",
+        epilog=DEPLOY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
+
+    init = _command(actions, "init", deploying.init, "write certificates, keys, settings and start commands")
+    init.add_argument("folder", metavar="DIR", help="a new folder; what to do with its parts is in its README.md")
+    init.add_argument("--sites", required=True, metavar="A,B,...", help="names of the sites")
+    init.add_argument(
+        "--address",
+        default="localhost:8000",
+        metavar="HOST:PORT",
+        help="where sites will find the server (%(default)s)",
+    )
+    init.add_argument(
+        "--recipe", metavar="R", help="to try out: a recipe with data of its own, of which each site holds a part"
+    )
+    init.add_argument("--json", action="store_true", help="print JSON")
+
+    check = _command(actions, "check", deploying.check, "say what is wrong with a folder before anything is trained")
+    check.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
+    check.add_argument("--json", action="store_true", help="print JSON")
+
+    serve = _command(actions, "serve", deploying.serve, "start the server or a site, until Ctrl-C")
+    serve.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
+    serve.add_argument("--show", action="store_true", help="print the Flower commands instead of starting them")
+
+    run = _command(actions, "run", deploying.run, "train over the connected sites; on the server's machine")
+    run.add_argument("folder", metavar="DIR", help="the server's folder, or the one around it")
+    run.add_argument("--recipe", metavar="R", help="another one than the recipe.toml of the folder")
+    run.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under the server's runs/)")
+    _recipe_changes(run)
+    _submission_options(run)
+
+    up = _command(
+        actions, "up", deploying.up, "server and sites on this machine alone, with TLS and keys, until Ctrl-C"
+    )
+    up.add_argument(
+        "recipe", nargs="?", default="digits-skew", metavar="RECIPE", help="with data of its own (%(default)s)"
+    )
+    up.add_argument(
+        "--local", type=int, required=True, metavar="N", help="how many sites; the data is dealt out among them"
+    )
+    up.add_argument("--out", default="runs/federation", metavar="DIR", help="where all of it goes (%(default)s)")
+    up.add_argument("--train", action="store_true", help="train the recipe, then stop everything")
+    _recipe_changes(up)
+    _submission_options(up)
+
+    predict = _command(
+        commands, "predict", deploying.predict, "predictions at a site: its own gate, the experts it was sent"
+    )
+    predict.add_argument("--site", required=True, metavar="DIR", help="the folder of the site")
+    predict.add_argument(
+        "--input", required=True, metavar="FILE", help="new inputs: .npz (array x), or .csv of a table"
+    )
+    predict.add_argument("--client", metavar="NAME", help="one of the site's clients, where it has several")
+    predict.add_argument("--run", metavar="ID", help="one of the site's runs/ (default: the newest)")
+    predict.add_argument("--x", default="x", metavar="NAME", help="the array of inputs (%(default)s)")
+    predict.add_argument("--y", default="y", metavar="NAME", help="the array of labels, if there is one (%(default)s)")
+    predict.add_argument("--out", metavar="FILE", help="a .csv or .npz (default: a CSV to standard output)")
+    predict.add_argument("--overwrite", action="store_true", help="replace the file that is in --out")
+    predict.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _submission_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the start and the order of everything")
+    parser.add_argument(
+        "--wait", type=float, default=600, metavar="S", help="seconds for sites to connect (%(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last round")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _data_options(
+    parser: argparse.ArgumentParser, help: str = "look here first (then in $FEDMIX_DATA and the user's cache)"
+) -> None:
+    parser.add_argument("--data-dir", metavar="D", default=argparse.SUPPRESS, help=help)
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+
+
+def _command(commands: Any, name: str, function: Callable[[Any], int], help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe by name, a TOML file, or a run directory")
+    _recipe_changes(parser)
+
+
+def _recipe_changes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, metavar="N", help="communication rounds")
+    parser.add_argument("--scale", metavar="S", help="small: fewer clients, points and rounds and a smaller model")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in fedmix.eta=0.5; repeatable"
+    )
+    parser.add_argument(
+        "--data-dir", metavar="D", help="where data files are (default: $FEDMIX_DATA, then the user's cache)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _after_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands that look at a run that was trained."""
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--clients", type=int, default=0, metavar="N", help="so many clients, drawn at random (all)")
+    _engine_options(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _data_options(parser)
+
+
+def _engine_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument(
+        "--engine", default="local", metavar="E", help=f"local (all cores), serial (a plain loop){more}"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
+    parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    _engine_options(parser, ", flower (Ray)")
+    parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
+    parser.add_argument("--quiet", action="store_true", help="no progress")

@@ -1,0 +1,140 @@
+"""What is wrong with a folder before anything is trained: settings, data, keys, certificates, the way to the server."""
+
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedmix.data.federation import PARTS
+from fedmix.deploy import serve
+from fedmix.deploy.folder import agreed_recipe, read_server, read_site, split_address
+from fedmix.deploy.secrets import days_left
+from fedmix.errors import FedmixError, RunError
+from fedmix.experiment.recipe import SITES, Recipe
+from fedmix.experiment.sites import agreed, holding
+from fedmix.experiment.trained import revive
+
+Row = dict[str, Any]  # check, ok, what was found
+
+
+def check(folder: Path) -> list[Row]:
+    """A row for each thing looked at; what depends on something that is wrong is left out."""
+    return _check_server(folder) if (folder / "server.toml").is_file() else _check_site(folder)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def look(self, name: str, see: Callable[[], Any]) -> Any:
+        """`see` gives what was found, or (what was found, a value for later); None if it is wrong."""
+        try:
+            found = see()
+        except (FedmixError, OSError, ValueError) as error:
+            self.rows.append({"check": name, "ok": False, "found": str(error)})
+            return None
+        words, value = found if isinstance(found, tuple) else (found, found)
+        self.rows.append({"check": name, "ok": True, "found": words})
+        return value
+
+
+def _check_site(folder: Path) -> list[Row]:
+    rows = _Rows()
+    settings = rows.look("settings", lambda: (f"site {(s := read_site(folder)).name}", s))
+    recipe = rows.look("recipe", lambda: _recipe(folder))
+    if settings and recipe:
+        rows.look("data", lambda: _data(folder, recipe))
+    rows.look("key", lambda: _secret(folder / "node.key"))
+    trusted = rows.look("authority", lambda: _valid(folder / "ca.crt"))
+    if settings and trusted:
+        rows.look("server", lambda: _reach(settings.server, folder / "ca.crt"))
+    return rows.rows
+
+
+def _check_server(folder: Path) -> list[Row]:
+    rows = _Rows()
+    settings = rows.look("settings", lambda: ((s := read_server(folder)).address, s))
+    rows.look("recipe", lambda: _recipe(folder))
+    rows.look("authority", lambda: _valid(folder / "ca.crt"))
+    rows.look("certificate", lambda: _valid(folder / "server.crt"))
+    rows.look("key", lambda: _secret(folder / "server.key"))
+    sites = rows.look("sites' keys", lambda: _keys(folder))
+    if settings and sites:
+        reached = rows.look("server", lambda: _reach(f"127.0.0.1:{settings.port}", folder / "ca.crt", settings.address))
+        if reached:
+            rows.look("connected", lambda: _connected(folder, len(sites)))
+    return rows.rows
+
+
+def _recipe(folder: Path) -> tuple[str, Recipe]:
+    recipe = agreed_recipe(folder)
+    if recipe.data.source == SITES:
+        common = agreed(recipe.data)
+        revive(
+            recipe,
+            {"input": common.input, "classes": common.count, "clients": common.sites, "categories": common.count},
+        )
+        return (
+            f"{recipe.algorithm}, inputs {common.input}, {common.count} classes, sites {', '.join(common.sites)}",
+            recipe,
+        )
+    return f"{recipe.algorithm} on {recipe.data.source}", recipe
+
+
+def _data(folder: Path, recipe: Recipe) -> str:
+    settings = read_site(folder)
+    if recipe.data.source == SITES and settings.name not in agreed(recipe.data).sites:
+        raise RunError(f"data.args.sites of the recipe must name this site, {settings.name!r}. It does not.")
+    held = holding(recipe, settings.name, settings.data, settings.data_dir or None)
+    said = held.describe(b"check")
+    points = ", ".join(f"{sum(said['points'][part]):,} {part}" for part in PARTS)
+    return f"{len(held.clients)} client{'s' if len(held.clients) > 1 else ''}; points: {points}"
+
+
+def _secret(path: Path) -> str:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise RunError(f"{path} must be readable by its owner alone. Others can read it; chmod 600 {path}.")
+    return "readable by its owner alone"
+
+
+def _valid(certificate: Path) -> str:
+    days = days_left(certificate)
+    if days < 0:
+        raise RunError(f"{certificate} must be valid today. It is not (expired, or this machine's clock is wrong).")
+    return f"valid for {days:,.0f} days"
+
+
+def _keys(folder: Path) -> tuple[str, list[str]]:
+    names = [path.stem for path in sorted((folder / "keys").glob("*.pub"))]
+    if not names:
+        raise RunError(f"{folder / 'keys'} must hold the public key of each site. It holds none.")
+    return ", ".join(names), names
+
+
+def _reach(address: str, authority: Path, called: str | None = None) -> str:
+    """A TLS connection that trusts the federation's own authority alone. called: the name that the certificate is for."""
+    host, port = split_address(address, "server")
+    context = ssl.create_default_context(cafile=str(authority))
+    name = split_address(called, "address")[0] if called else host
+    try:
+        with (
+            socket.create_connection((host, port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname=name) as secure,
+        ):
+            return f"{address} answers, {secure.version()}, its certificate is of this federation and for {name}"
+    except ssl.SSLError as error:
+        raise RunError(
+            f"{address} must show a certificate of this federation for {name}. It does not ({error})."
+        ) from error
+    except OSError as error:
+        raise RunError(
+            f"{address} must be reachable. It is not ({error.strerror or error}); is the server started, is a firewall between?"
+        ) from error
+
+
+def _connected(folder: Path, sites: int) -> str:
+    online = sum(node["status"] == "online" for node in serve.nodes(folder))
+    return f"{online} of {sites} sites"

@@ -1,0 +1,81 @@
+"""Processes that are stopped with everything below them, and that do not outlive whoever started them."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+GRACE = 10.0  # seconds between asking a process to end and ending it
+
+
+def _end_with_parent() -> None:
+    """Of a child, before its program starts: SIGTERM when the parent is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+class Child:
+    """A process in a group of its own."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path | None = None, pipe: bool = False
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self._log: IO[Any] | None = open(log, "ab") if log else None  # noqa: SIM115 (the child's, while it lives)
+        self.process = subprocess.Popen(
+            self.command,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE if pipe else subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+    def stop(self) -> None:
+        """Ask the whole group to end; end what has not after a while."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        until = time.monotonic() + GRACE
+        while self._group_lives() and time.monotonic() < until:
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        if self._log:
+            self._log.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def _group_lives(self) -> bool:
+        try:
+            os.killpg(self.process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return self.process.poll() is None or _others_in(self.process.pid)
+
+
+def _others_in(group: int) -> bool:
+    """Whether a group still has processes that run; zombies do not count."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
