@@ -96,14 +96,20 @@ def test_strangers_get_nothing(up, tmp_path):
     settings = (stranger / "site.toml").read_text()
     (stranger / "site.toml").write_text(re.sub(r"runtime_port = \d+", f"runtime_port = {local.free_port()}", settings))
     done = subprocess.run(
-        [sys.executable, "-m", "fedmix", "deploy", "serve", str(stranger)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "fedmix", "deploy", "serve", str(stranger), "--wait", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
     assert "the server does not know this site's key" in done.stderr
     port = read_server(up / "server").port
     plain = subprocess.Popen(
-        [str(Path(sys.executable).parent / "flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
-        + ["--port", str(local.free_port()), "--max-wait-time", "5"],
+        [
+            str(Path(sys.executable).parent / "flower-supernode"),
+            *("--insecure", "--superlink", f"127.0.0.1:{port}"),
+            *("--port", str(local.free_port()), "--max-wait-time", "5"),
+        ],
         env={**os.environ, **serve.environment(stranger)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

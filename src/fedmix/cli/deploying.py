@@ -74,7 +74,7 @@ def serve(args: Any) -> int:
         for command in commands:
             print(shlex.join(command))
         return 0
-    serving.serve(folder, _say)
+    serving.serve(folder, _say, args.wait)
     return 0
 
 

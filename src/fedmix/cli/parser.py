@@ -160,6 +160,13 @@ def _deploy_commands(commands: Any) -> None:
 
     serve = _command(actions, "serve", deploying.serve, "start the server or a site, until Ctrl-C")
     serve.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
+    serve.add_argument(
+        "--wait",
+        type=float,
+        default=120,
+        metavar="S",
+        help="seconds for a server that does not let it in yet (%(default)s)",
+    )
     serve.add_argument("--show", action="store_true", help="print the Flower commands instead of starting them")
 
     run = _command(actions, "run", deploying.run, "train over the connected sites; on the server's machine")

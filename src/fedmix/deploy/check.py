@@ -9,7 +9,7 @@ from typing import Any
 
 from fedmix.data.federation import PARTS
 from fedmix.deploy import serve
-from fedmix.deploy.folder import agreed_recipe, read_server, read_site, split_address
+from fedmix.deploy.folder import agreed_recipe, data_place, read_server, read_site, split_address
 from fedmix.deploy.secrets import days_left
 from fedmix.errors import FedmixError, RunError
 from fedmix.experiment.recipe import SITES, Recipe
@@ -21,7 +21,13 @@ Row = dict[str, Any]  # check, ok, what was found
 
 def check(folder: Path) -> list[Row]:
     """A row for each thing looked at; what depends on something that is wrong is left out."""
-    return _check_server(folder) if (folder / "server.toml").is_file() else _check_site(folder)
+    if (folder / "server.toml").is_file():
+        return _check_server(folder)
+    if (folder / "site.toml").is_file():
+        return _check_site(folder)
+    raise RunError(
+        f"{folder} must be the folder of a server or a site, as `fedmix deploy init` writes them. It is not."
+    )
 
 
 class _Rows:
@@ -87,7 +93,7 @@ def _data(folder: Path, recipe: Recipe) -> str:
     settings = read_site(folder)
     if recipe.data.source == SITES and settings.name not in agreed(recipe.data).sites:
         raise RunError(f"data.args.sites of the recipe must name this site, {settings.name!r}. It does not.")
-    held = holding(recipe, settings.name, settings.data, settings.data_dir or None)
+    held = holding(recipe, settings.name, settings.data, data_place(folder, settings))
     said = held.describe(b"check")
     points = ", ".join(f"{sum(said['points'][part]):,} {part}" for part in PARTS)
     return f"{len(held.clients)} client{'s' if len(held.clients) > 1 else ''}; points: {points}"

@@ -41,7 +41,7 @@ class SiteFolder:
     server: str = f"localhost:{PORT}"
     share_private: bool = False  # the gate may leave this site for evaluation, where the recipe asks for it as well
     runtime_port: int = RUNTIME_PORT  # of this machine alone; another one for each site on it
-    data_dir: str = ""  # where files are looked for that are not found by their path
+    data_dir: str = ""  # where files are looked for; none: in this folder
     data: SiteData = field(default_factory=SiteData)
 
 
@@ -57,6 +57,11 @@ def read_site(folder: Path) -> SiteFolder:
         raise SettingError(f"{folder / 'site.toml'}: name must be the site's name. Got {settings.name!r}.")
     split_address(settings.server, "server")
     return settings
+
+
+def data_place(folder: Path, settings: SiteFolder) -> str:
+    """Where a site's files are looked for: its data_dir, or its folder."""
+    return str(folder.resolve() / settings.data_dir)
 
 
 def _read(folder: Path, name: str, kind: type) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedmix.deploy import serve
 from fedmix.deploy.folder import init, read_site
-from fedmix.deploy.processes import Child
+from fedmix.deploy.serve import Running
 from fedmix.errors import RunError
 from fedmix.experiment.recipe import Recipe
 
@@ -34,7 +34,7 @@ def prepare(folder: Path, sites: int, recipe: Recipe) -> list[Path]:
 
 
 @contextmanager
-def up(folder: Path, say: Callable[[str], None]) -> Iterator[dict[str, Child]]:
+def up(folder: Path, say: Callable[[str], None]) -> Iterator[dict[str, Running]]:
     """Server and sites of a folder, all connected; logs in FOLDER/logs. Gives their processes by name."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
 
 GRACE = 10.0  # seconds between asking a process to end and ending it
 
@@ -27,22 +29,38 @@ class Child:
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path | None = None, pipe: bool = False
     ) -> None:
         self.name = name
-        self.command = list(command)
-        self._log: IO[Any] | None = open(log, "ab") if log else None  # noqa: SIM115 (the child's, while it lives)
+        self._born = time.monotonic()
+        self.last: deque[str] = deque(maxlen=40)  # of what it printed
         self.process = subprocess.Popen(
-            self.command,
+            list(command),
             env={**os.environ, **env},
             stdin=subprocess.PIPE if pipe else subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
+        self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
+        self._reader.start()
+
+    def _read(self, log: Path | None) -> None:
+        """What it prints goes to its log, or on to standard error."""
+        assert self.process.stdout is not None
+        with ExitStack() as stack:
+            out = stack.enter_context(open(log, "ab", buffering=0)) if log else sys.stderr.buffer
+            for line in self.process.stdout:
+                self.last.append(line.decode(errors="replace").rstrip())
+                out.write(line)
+                out.flush()
 
     @property
     def status(self) -> int | None:
         """None while it runs."""
         return self.process.poll()
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._born
 
     def stop(self) -> None:
         """Ask the whole group to end; end what has not after a while."""
@@ -56,8 +74,9 @@ class Child:
             time.sleep(0.05)
         self._signal(signal.SIGKILL)
         self.process.wait()
-        if self._log:
-            self._log.close()
+        self._reader.join(GRACE)
+        if self.process.stdout:
+            self.process.stdout.close()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,8 @@
 """Start the server or a site from its folder: Flower's processes, with TLS and keys, and the worker beside a SuperNode."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,16 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from fedmix.deploy.folder import read_server, read_site
 from fedmix.deploy.processes import Child
 from fedmix.engines.flower import flwr
 from fedmix.errors import RunError
+from fedmix.experiment.files import write_json
 
-UNKNOWN_KEY = 305 & 0xFF  # what a SuperNode ends with whose key the server does not know, as a shell sees it
+TURNED_AWAY = re.compile(r"Exit Code: 305 (.*?) For more information")  # what a SuperNode says then
 START_SECONDS = 120.0
+LET_IN_SECONDS = 120.0  # for a site that the server does not let in yet
+RETRY_SECONDS = 3.0
+STEADY_SECONDS = 30.0  # a SuperNode that lasts so long was let in
 LINK = "fedmix"  # the server's name in Flower's own settings
 
 
@@ -77,74 +86,149 @@ def commands(folder: Path) -> tuple[dict[str, str], list[list[str]]]:
     return environment(folder), [worker_command(folder, "SOCKET"), supernode_command(folder, "SOCKET")]
 
 
-def serve(folder: Path, say: Callable[[str], None], log: Path | None = None) -> None:
-    """Until Ctrl-C or SIGTERM, or until Flower's process ends by itself, which is an error."""
+@dataclass
+class Running:
+    """Processes of a server or a site. trouble: why they cannot go on."""
+
+    children: dict[str, Child]
+    trouble: str | None = None
+
+
+def serve(folder: Path, say: Callable[[str], None], wait: float = LET_IN_SECONDS) -> None:
+    """Until Ctrl-C or SIGTERM, or until it cannot go on, which is an error."""
     flwr()
-    is_server = (folder / "server.toml").is_file()
-    with told_to_stop() as stop, (server if is_server else site)(folder, say, log) as child:
+    if not any((folder / name).is_file() for name in ("server.toml", "site.toml")):
+        raise RunError(f"{folder} must be the folder of a server or a site, as `fedmix deploy init` writes them.")
+    started = server(folder, say) if (folder / "server.toml").is_file() else site(folder, say, wait=wait)
+    with told_to_stop() as stop, started as running:
         while not stop.wait(0.5):
-            if child.status is not None:
-                raise RunError(_why_it_ended(child, is_server))
+            if running.trouble:
+                raise RunError(running.trouble)
 
 
 @contextmanager
-def server(folder: Path, say: Callable[[str], None], log: Path | None = None) -> Iterator[Child]:
+def server(folder: Path, say: Callable[[str], None], log: Path | None = None) -> Iterator[Running]:
     """The SuperLink, with the sites' keys registered."""
     settings = read_server(folder)
     (folder / "flower").mkdir(mode=0o700, exist_ok=True)
     if _listening("127.0.0.1", settings.port):
         raise RunError(f"port {settings.port} must be free. Something listens on it already.")
-    link = Child("the SuperLink", superlink_command(folder), environment(folder), log)
-    try:
+    with ExitStack() as stack:
+        link = Child("the SuperLink", superlink_command(folder), environment(folder), log)
+        stack.callback(link.stop)
+        running = Running({"link": link})
         _wait_for(lambda: _listening("127.0.0.1", settings.port), link)
-        for name in register(folder):
-            say(f"registered site {name}")
+        for words in register(folder):
+            say(words)
         say(f"the server listens on {settings.host}:{settings.port}")
-        yield link
-    finally:
-        link.stop()
+
+        def look() -> None:
+            if link.status is not None:
+                running.trouble = f"the SuperLink ended with status {link.status}; what it printed says why."
+
+        stack.enter_context(_looking(look))
+        yield running
 
 
 @contextmanager
-def site(folder: Path, say: Callable[[str], None], log: Path | None = None) -> Iterator[Child]:
-    """The SuperNode and its worker; a worker that dies is started again."""
+def site(
+    folder: Path, say: Callable[[str], None], log: Path | None = None, wait: float = LET_IN_SECONDS
+) -> Iterator[Running]:
+    """The SuperNode and its worker. A worker that dies is started again; so is a SuperNode that the server does not let in
+    yet: for a minute after a crash it still counts on the one before."""
     settings = read_site(folder)
+    (folder / "flower").mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fedmix-"))
-        (folder / "flower").mkdir(mode=0o700, exist_ok=True)
-        path = str(Path(scratch) / "worker")
+        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedmix-"))) / "worker")
         env = environment(folder)
-        done = threading.Event()
 
-        def start() -> Child:
+        def worker() -> Child:
             return Child("the worker", worker_command(folder, path), env, log, pipe=True)
 
-        worker = [start()]
-        stack.callback(lambda: worker[0].stop())
-        node = Child("the SuperNode", supernode_command(folder, path), env, log)
-        stack.callback(node.stop)
+        def node() -> Child:
+            return Child("the SuperNode", supernode_command(folder, path), env, log)
 
-        def look_after() -> None:
-            while not done.wait(1.0):
-                if worker[0].status is not None:
-                    say(f"the worker ended with status {worker[0].status}; it is started again")
-                    worker[0] = start()
+        running = Running({"worker": worker(), "node": node()})
 
-        keeper = threading.Thread(target=look_after, daemon=True)
-        keeper.start()
-        stack.callback(keeper.join)
-        stack.callback(done.set)
+        def stop() -> None:
+            for name in ("node", "worker"):
+                running.children[name].stop()
+
+        stack.callback(stop)
+        refused_since: float | None = None
+
+        def look() -> None:
+            nonlocal refused_since
+            old = running.children["worker"]
+            if old.status is not None:
+                say(f"the worker ended with status {old.status}; it is started again")
+                old.stop()
+                running.children["worker"] = worker()
+            old = running.children["node"]
+            if old.status is None:
+                refused_since = None if old.age > STEADY_SECONDS else refused_since
+                return
+            told = TURNED_AWAY.search(" ".join(line.strip() for line in old.last))
+            refused_since = refused_since or time.monotonic()
+            if told and time.monotonic() < refused_since + wait:
+                say(f"the server does not let this site in yet ({told[1]}); trying again")
+                old.stop()
+                time.sleep(RETRY_SECONDS)
+                running.children["node"] = node()
+            else:
+                running.trouble = _why_it_ended(old, told)
+
+        stack.enter_context(_looking(look))
         say(f"site {settings.name} connects to {settings.server}")
-        yield node
+        yield running
+
+
+def _why_it_ended(node: Child, told: re.Match[str] | None) -> str:
+    if told:
+        return (
+            f"the server does not know this site's key ({told[1]}). Its node.pub must be in the server's keys/ folder, under "
+            "the site's name, when the server starts."
+        )
+    return f"the SuperNode ended with status {node.status}; what it printed says why."
+
+
+@contextmanager
+def _looking(look: Callable[[], None]) -> Iterator[None]:
+    """Call it every second or so, in the background."""
+    done = threading.Event()
+
+    def go_on() -> None:
+        while not done.wait(0.5):
+            look()
+
+    keeper = threading.Thread(target=go_on, daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        done.set()
+        keeper.join()
 
 
 def register(folder: Path) -> list[str]:
-    """Tell the SuperLink about the sites whose public keys are in keys/; those that it did not know."""
-    known = {row["name"] for row in nodes(folder)}
-    new = [path for path in sorted((folder / "keys").glob("*.pub")) if path.stem not in known]
-    for path in new:
-        flower(folder, "supernode", "register", str(path.resolve()), LINK, "--name", path.stem)
-    return [path.stem for path in new]
+    """Who may take part: the public keys in keys/, under the sites' names. What changed is told to the SuperLink, and given
+    back in words."""
+    file = folder / "flower" / "registered.json"
+    listed = {row["node-id"] for row in nodes(folder)}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    known = {name: row for name, row in before.items() if row["node"] in listed}
+    keys = {path.stem: path.read_text() for path in sorted((folder / "keys").glob("*.pub"))}
+    done = []
+    for name in [name for name, row in known.items() if keys.get(name) != row["key"]]:
+        flower(folder, "supernode", "unregister", known.pop(name)["node"], LINK)
+        done.append(f"site {name} is not registered any more")
+    for name in [name for name in keys if name not in known]:
+        path = str((folder / "keys" / f"{name}.pub").resolve())
+        answer = flower(folder, "supernode", "register", path, LINK, "--name", name)
+        known[name] = {"node": str(answer["node-id"]), "key": keys[name]}
+        done.append(f"registered site {name}")
+    write_json(file, known)
+    return done
 
 
 def nodes(folder: Path) -> list[dict[str, Any]]:
@@ -155,10 +239,6 @@ def nodes(folder: Path) -> list[dict[str, Any]]:
 
 def flower(folder: Path, *args: str, timeout: float = 120.0) -> Any:
     """Flower's own command, against this server; what it prints as JSON."""
-    import json
-
-    import tomli_w
-
     settings = read_server(folder)
     own = folder.resolve()
     address = {"address": f"127.0.0.1:{settings.port}", "root-certificates": str(own / "ca.crt")}
@@ -198,12 +278,6 @@ def _wait_for(ready: Callable[[], bool], child: Child) -> None:
         if time.monotonic() > until:
             raise RunError(f"{child.name} was not ready within {START_SECONDS:g} s.")
         time.sleep(0.1)
-
-
-def _why_it_ended(child: Child, is_server: bool) -> str:
-    if not is_server and child.status == UNKNOWN_KEY:
-        return "the server does not know this site's key: its node.pub must be in the server's keys/ folder."
-    return f"{child.name} ended with status {child.status}; what it printed says why."
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fedmix.experiment.build import build
 from fedmix.experiment.files import write_json
 from fedmix.experiment.recipe import SITES, Recipe, dump_recipe, make_recipe
 from fedmix.experiment.record import FAILURE, InUse, RunDirectory, describe_federation
-from fedmix.experiment.run import run_over
+from fedmix.experiment.run import Stopped, run_over
 from fedmix.experiment.sites import agreed, known_to_server
 
 POLL_SECONDS = 0.2
@@ -40,6 +40,8 @@ def serve(grid: Any, asked: Asked) -> None:
     out = Path(asked.out)
     try:
         _serve(grid, make_recipe(tomllib.loads(asked.recipe)), asked, out)
+    except Stopped:
+        raise  # by a signal: it can go on, and nothing failed
     except FedmixError as error:
         write_json(out / FAILURE, {"error": str(error)})
         raise
@@ -73,7 +75,7 @@ def _serve(grid: Any, recipe: Recipe, asked: Asked, out: Path) -> None:
 
         def about(node: int) -> dict[str, Any]:
             """What a site must know, and nothing of the others."""
-            site = next(name for name, number in nodes.online().items() if number == node)
+            site = nodes.names[node]
             own = {key: described[key] for key in FOR_SITES}
             own["clients"] = [
                 name if homes[s] == site else f"client {s}" for s, name in enumerate(described["clients"])
@@ -129,10 +131,13 @@ class Nodes:
     def __init__(self, grid: Any, recipe: Recipe) -> None:
         self.grid = grid
         self.recipe = recipe
+        self.names: dict[int, str] = {}  # of all that were ever connected
 
     def online(self) -> dict[str, int]:
         """Connected sites -> node id."""
-        return {node.name: node.node_id for node in self.grid.get_nodes() if node.name}
+        found = {node.name: node.node_id for node in self.grid.get_nodes() if node.name}
+        self.names |= {number: name for name, number in found.items()}
+        return found
 
     def registered(self, settle: float = 3.0) -> list[str]:
         """Of a recipe that names no sites: those that are connected, once no more are coming."""

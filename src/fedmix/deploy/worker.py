@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmix.deploy import wire
-from fedmix.deploy.folder import read_site
+from fedmix.deploy.folder import data_place, read_site
 from fedmix.engines.flower import pack_outcomes, unpack_orders
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
@@ -67,7 +67,7 @@ class Worker:
             self._held = None
             self._held = (
                 key,
-                holding(recipe, self.settings.name, self.settings.data, self.settings.data_dir or None),
+                holding(recipe, self.settings.name, self.settings.data, data_place(self.folder, self.settings)),
             )
         return self._held[1]
 

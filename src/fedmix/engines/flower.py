@@ -341,6 +341,10 @@ class FlowerEngine:
     def _read(self, reply: Any, clients: Sequence[int]) -> dict[int, Message | Absent]:
         if reply.has_error():
             reason = " ".join(str(reply.error.reason or f"code {reply.error.code}").split())
+            if reason.startswith(
+                "Error: Message Unavailable"
+            ):  # what Flower says of a message that nobody took in time
+                return dict.fromkeys(clients, Absent("no answer in time"))
             return dict.fromkeys(clients, Absent(f"its node failed: {reason[:300]}"))
         try:
             outcomes = unpack_outcomes(reply.content)
