@@ -56,9 +56,8 @@ def deployed(folder: Path) -> None:
         runs = serve.flower(folder / "f" / "server", "list", serve.LINK)["runs"]
         counted = max(runs, key=lambda run: run["network-traffic"]["inbound-bytes"])["network-traffic"]["inbound-bytes"]
         ours = summary["bytes_up"]
-        print(
-            f"| bytes from 2 clients in 5 rounds: ours, Flower's | {ours:,}, {counted:,} ({100 * (counted / ours - 1):+.2f} %) |"
-        )
+        more = f"{100 * (counted / ours - 1):+.2f} %"
+        print(f"| bytes from 2 clients in 5 rounds: ours, Flower's | {ours:,}, {counted:,} ({more}) |")
 
 
 def memory(pattern: str) -> dict[str, float]:

@@ -88,8 +88,7 @@ def test_a_run_over_sites_gives_the_numbers_of_the_plain_loop(up, tmp_path):
     assert np.allclose(np.sum(found["probabilities"], axis=1), 1, atol=1e-4)
 
 
-def test_strangers_get_nothing(up, tmp_path):
-    """A key that is not registered, a node without TLS, and an operator who is not on the server's machine."""
+def test_a_key_that_is_not_registered_gets_nothing(up, tmp_path):
     stranger = tmp_path / "stranger"
     shutil.copytree(up / "sites" / "site-1", stranger, ignore=shutil.ignore_patterns("node.*", "runs", "flower"))
     make_node_key(stranger / "node.key", stranger / "node.pub", "stranger")
@@ -103,6 +102,11 @@ def test_strangers_get_nothing(up, tmp_path):
     )
     assert done.returncode == 2
     assert "the server does not know this site's key" in done.stderr
+    assert len(serve.nodes(up / "server")) == 2
+
+
+@pytest.mark.slow
+def test_a_node_without_tls_gets_nothing(up, tmp_path):
     port = read_server(up / "server").port
     plain = subprocess.Popen(
         [
@@ -110,7 +114,7 @@ def test_strangers_get_nothing(up, tmp_path):
             *("--insecure", "--superlink", f"127.0.0.1:{port}"),
             *("--port", str(local.free_port()), "--max-wait-time", "5"),
         ],
-        env={**os.environ, **serve.environment(stranger)},
+        env={**os.environ, **serve.environment(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -125,7 +129,7 @@ def test_strangers_get_nothing(up, tmp_path):
     assert len(serve.nodes(up / "server")) == 2
 
 
-def test_the_door_for_operators_is_shut_to_other_machines(up):
+def test_only_the_federations_own_authority_is_trusted(up):
     settings = read_server(up / "server")
     trusted = ssl.create_default_context(cafile=str(up / "server" / "ca.crt"))
     request = urllib.request.Request(f"https://localhost:{settings.port}/v1/control/list-runs", data=b"")
@@ -139,6 +143,7 @@ def test_the_door_for_operators_is_shut_to_other_machines(up):
         urllib.request.urlopen(request, timeout=10)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_that_flower_counts(tmp_path):
     """One client on each site, payloads of some megabytes."""
     with federation(tmp_path / "f", **{"data.clients": 2}) as running:

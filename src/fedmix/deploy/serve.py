@@ -169,9 +169,11 @@ def site(
                 refused_since = None if old.age > STEADY_SECONDS else refused_since
                 return
             told = TURNED_AWAY.search(" ".join(line.strip() for line in old.last))
+            first = refused_since is None
             refused_since = refused_since or time.monotonic()
             if told and time.monotonic() < refused_since + wait:
-                say(f"the server does not let this site in yet ({told[1]}); trying again")
+                if first:
+                    say(f"the server does not let this site in yet; trying for {wait:g} s")
                 old.stop()
                 time.sleep(RETRY_SECONDS)
                 running.children["node"] = node()

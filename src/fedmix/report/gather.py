@@ -1,0 +1,275 @@
+"""Run directories as plain data: whatever is there, and in words what is missing. A run that still goes on is one too."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedmix.errors import RunError
+from fedmix.report.text import GIB, NAMES, duration, size
+
+IGNORED = ("seed", "name", "description", "rounds")  # what does not make two runs different methods
+LEVEL = 0.0005  # a lead that rounds to nothing
+FINAL = ("local", "server", "global")
+
+
+@dataclass
+class Run:
+    """One run directory. `troubles`: what a reader must know before anything else."""
+
+    path: str
+    name: str
+    recipe: dict[str, Any]
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any] | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    federation: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] | None = None
+    audit: dict[str, Any] | None = None
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def method(self) -> str:
+        return NAMES.get(str(self.recipe.get("algorithm")), str(self.recipe.get("algorithm")))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that tells methods apart, with dotted keys."""
+        return {key: value for key, value in flat(self.recipe).items() if key not in IGNORED}
+
+    @property
+    def seed(self) -> int:
+        return int(self.recipe.get("seed", 0))
+
+    @property
+    def bytes(self) -> int:
+        return sum(line["bytes_down"] + line["bytes_up"] for line in self.lines)
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(line.get("seconds", 0.0) for line in self.lines))
+
+    def final(self, kind: str, measure: str = "accuracy", what: str = "mean") -> float | None:
+        """A figure of the end on test data; None before the end."""
+        scores = ((self.summary or {}).get("scores") or {}).get(kind)
+        found = scores.get(measure) if isinstance(scores, Mapping) else None
+        value = found.get(what) if isinstance(found, Mapping) else found if what == "mean" else None
+        return None if value is None else float(value)
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{above}.{key}" if above else key
+        if isinstance(value, Mapping) and key != "args":
+            found |= flat(value, name)
+        else:
+            found[name] = value
+    return found
+
+
+def find_runs(paths: Sequence[str]) -> list[Path]:
+    """The run directories among these, or below them (as `compare` and `sweep` leave them)."""
+    found: list[Path] = []
+    for given in paths:
+        path = Path(given)
+        below = [path] if (path / "recipe.toml").is_file() else sorted(p.parent for p in path.glob("*/recipe.toml"))
+        if not below:
+            raise RunError(
+                f"{given} must be a run directory, or hold some. It has no recipe.toml, nor has a folder in it."
+            )
+        found += below
+    return list(dict.fromkeys(found))
+
+
+def gather(paths: Sequence[str]) -> list[Run]:
+    return [read_run(path) for path in find_runs(paths)]
+
+
+def read_run(path: Path) -> Run:
+    """What a run directory holds. Only a recipe that cannot be read is an error: without it nothing is known."""
+    try:
+        recipe = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} must be a run directory. Its recipe.toml cannot be read ({error}).") from error
+    troubles: list[str] = []
+
+    def read(name: str, must: bool) -> Any:
+        file = path / name
+        if not file.is_file():
+            if must:
+                troubles.append(f"{name} is missing")
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            troubles.append(f"{name} is damaged and was left out")
+            return None
+        return found if isinstance(found, dict) else None
+
+    lines = _lines(path / "metrics.jsonl", troubles)
+    run = Run(
+        path=str(path),
+        name=str(recipe.get("name", path.name)),
+        recipe=recipe,
+        lines=lines,
+        summary=read("summary.json", must=False),
+        environment=read("environment.json", must=True) or {},
+        federation=read("federation.json", must=True) or {},
+        evaluation=read("evaluation.json", must=False),
+        audit=read("audit.json", must=False),
+        troubles=troubles,
+    )
+    troubles += _what_went_wrong(run)
+    return run
+
+
+def _lines(file: Path, troubles: list[str]) -> list[dict[str, Any]]:
+    """Rounds in order; a line that was cut off is left out, and said."""
+    if not file.is_file():
+        return []
+    found: list[dict[str, Any]] = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            if not isinstance(line["round"], int) or not {"bytes_down", "bytes_up"} <= line.keys():
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            troubles.append(f"metrics.jsonl: a line after round {found[-1]['round'] if found else 0} cannot be read")
+            continue
+        found.append(line)
+    return found
+
+
+def _what_went_wrong(run: Run) -> list[str]:
+    told = []
+    rounds, reached = run.recipe.get("rounds", 0), run.lines[-1]["round"] if run.lines else 0
+    if run.summary is None:
+        told.append(f"unfinished: round {reached:,} of {rounds:,}")
+    last = {w.split(":")[0]: w for line in run.lines for w in line.get("warnings", [])}
+    told += list(last.values())
+    for kind, words in (("refused", "refused replies"), ("absent", "missing clients")):
+        rows = [(line["round"], row) for line in run.lines for row in line.get(kind, [])]
+        if rows:
+            t, row = rows[-1]
+            told.append(f"{len(rows):,} {words}, the last in round {t}: client {row['client']}, {row['reason']}")
+    return told
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone: one line of a table, one curve with a band."""
+
+    name: str
+    runs: list[Run]
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Runs by method; the name says what tells it from the others."""
+    by_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+    made = list(by_settings.values())
+    differ = differing(made)
+    names = []
+    for own in made:
+        first = own[0]
+        told = [first.method] + ([first.name] if len({run.name for run in runs}) > 1 else [])
+        same = [other for other in made if other[0].method == first.method and other[0].name == first.name]
+        if len(same) > 1:
+            told += [f"{key.split('.')[-1]} {first.settings.get(key)}" for key in differ if key != "algorithm"]
+        names.append(", ".join(told))
+    return [Group(_once(names, i), own) for i, own in enumerate(made)]
+
+
+def _once(names: Sequence[str], i: int) -> str:
+    return names[i] if names.count(names[i]) == 1 else f"{names[i]} ({names[: i + 1].count(names[i])})"
+
+
+def differing(made: Sequence[Sequence[Run]]) -> list[str]:
+    """Settings that are not the same in all groups of one method."""
+    keys: dict[str, None] = {}
+    for method in {own[0].method for own in made}:
+        same = [own[0].settings for own in made if own[0].method == method]
+        for key in dict.fromkeys(key for settings in same for key in settings):
+            if len({json.dumps(settings.get(key), default=str) for settings in same}) > 1:
+                keys[key] = None
+    return list(keys)
+
+
+def spread(values: Sequence[float | None]) -> tuple[float, float | None] | None:
+    """Mean and, of several, standard deviation of those that are known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    mean = sum(known) / len(known)
+    return mean, (sum((v - mean) ** 2 for v in known) / len(known)) ** 0.5 if len(known) > 1 else None
+
+
+COLUMNS: dict[str, tuple[str, str, str, float]] = {  # name: (kind, measure, of it, factor)
+    "local": ("local", "accuracy", "mean", 100),
+    "server": ("server", "accuracy", "mean", 100),
+    "global": ("global", "accuracy", "mean", 100),
+    "worst decile": ("local", "accuracy", "worst_decile", 100),
+    "calibration error": ("local", "ece", "mean", 100),
+    "log loss": ("local", "nll", "mean", 1),
+}
+
+
+def table(made: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row for each group: the columns of `compare`, calibration, what was spent."""
+    rows = []
+    for group in made:
+        row: dict[str, Any] = {"method": group.name, "seeds": len(group.runs)}
+        for column, (kind, measure, what, factor) in COLUMNS.items():
+            found = spread([run.final(kind, measure, what) for run in group.runs])
+            row[column] = None if found is None else [factor * found[0], found[1] and factor * found[1]]
+        row["rounds"] = max((run.lines[-1]["round"] for run in group.runs if run.lines), default=0)
+        row["GiB"] = sum(run.bytes for run in group.runs) / GIB / len(group.runs)
+        row["minutes"] = sum(run.seconds for run in group.runs) / 60 / len(group.runs)
+        rows.append(row)
+    return rows
+
+
+def glance(made: Sequence[Group]) -> dict[str, Any]:
+    """What a reader wants first: who won and by how much, what was spent, what went wrong."""
+    runs = [run for group in made for run in group.runs]
+    ended = [(group, found) for group in made if (found := spread([run.final("local") for run in group.runs]))]
+    ended.sort(key=lambda pair: -pair[1][0])
+    if not ended:
+        verdict = "No run has ended yet: there is no result on test data."
+    elif len(ended) == 1:
+        group, found = ended[0]
+        verdict = f"{group.name}: local accuracy {_points(found)} % on test data{_seeds(group)}."
+    else:
+        (first, best), (second, next_best) = ended[:2]
+        lead = best[0] - next_best[0]
+        noise = max(best[1] or 0.0, next_best[1] or 0.0)
+        sure = "" if best[1] is None and next_best[1] is None else _sure(lead, noise)
+        verdict = (
+            f"{first.name} and {second.name} are level: local accuracy {_points(best)} and {_points(next_best)} %{_seeds(first)}."
+            if lead < LEVEL
+            else f"{first.name} won: local accuracy {_points(best)} %, {100 * lead:.1f} points before {second.name} "
+            f"({_points(next_best)} %){_seeds(first)}.{sure}"
+        )
+    rounds = sum(len(run.lines) for run in runs)
+    spent = (
+        f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {rounds:,} rounds, {size(sum(run.bytes for run in runs))} sent, "
+        f"{duration(sum(run.seconds for run in runs))} of training"
+    )
+    wrong = [{"run": f"{run.method}, seed {run.seed}", "what": what} for run in runs for what in run.troubles]
+    return {"verdict": verdict, "spent": spent, "wrong": wrong}
+
+
+def _points(found: tuple[float, float | None]) -> str:
+    return f"{100 * found[0]:.1f}" + (f" ± {100 * found[1]:.1f}" if found[1] is not None else "")
+
+
+def _seeds(group: Group) -> str:
+    return f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
+
+
+def _sure(lead: float, noise: float) -> str:
+    return " That is within the spread over seeds." if lead <= noise else ""
