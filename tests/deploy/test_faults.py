@@ -147,12 +147,11 @@ def resident(pid):
 
 
 def census(folder):
-    """Processes of a federation, and the files and ports that they have open."""
+    """Processes of a federation, by the environment that they were given, and how many files and ports each has open."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            if str(folder) in words or "flower-superexec" in words or "flwr-" in words:
+            if f"FLWR_HOME={folder.resolve()}/".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found[int(pid)] = len(os.listdir(f"/proc/{pid}/fd"))
         except OSError:
             continue

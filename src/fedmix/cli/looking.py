@@ -1,5 +1,6 @@
 """Commands that look at a run, or at data before it is trained on."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -82,4 +83,55 @@ def split(args: Any) -> int:
     else:
         show(split_table(split))
         print(f"picture: {drawn or 'none; it needs Matplotlib: pip install fedmix[plots]'}")
+    return 0
+
+
+def report(args: Any) -> int:
+    from fedmix.experiment.files import write_bytes
+    from fedmix.report.gather import find_runs, gather
+    from fedmix.report.page import report as made
+
+    out = Path(args.out) if args.out else find_runs(args.runs)[0] / "report.html"
+    if args.out and out.exists() and not args.overwrite:
+        raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
+    text = made(gather(args.runs))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(out, text.encode())
+    print(out)
+    return 0
+
+
+def watch(args: Any) -> int:
+    from fedmix.report.live import watch as serve
+
+    if not 0 <= args.port < 65536:
+        raise SettingError(f"--port must be from 0 to 65535. Got {args.port} instead.")
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(args.runs, args.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
+    return 0
+
+
+def figures(args: Any) -> int:
+    from fedmix.report.gather import gather
+
+    folder = Path(args.out)
+    if folder.exists() and any(folder.iterdir()) and not args.overwrite:
+        raise SettingError(f"{folder} holds files already. Use --overwrite to replace figures in it, or another --out.")
+    runs = gather(args.runs)
+    try:
+        from fedmix.report.figures import draw_figures
+
+        for name in draw_figures(runs, folder):
+            print(folder / name)
+    except ModuleNotFoundError:
+        raise SettingError("figures need Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
+    return 0
+
+
+def show_run(args: Any) -> int:
+    from fedmix.report.gather import gather
+    from fedmix.report.show import show as essentials
+
+    for run in gather(args.runs):
+        show(essentials(run))
     return 0

@@ -15,6 +15,7 @@ EXAMPLES = """examples:
   fedmix train digits-permutation --out runs/first   train; results in runs/first
   fedmix train runs/first --resume                   go on after an interruption
   fedmix evaluate runs/first                         how good it is for old clients, new clients, unknown clients
+  fedmix report runs/first                           one page to look at; fedmix watch shows it live
   fedmix audit runs/first                            what the server could have learnt of the clients' labels
   fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
   fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75       accuracy against bytes
@@ -96,6 +97,29 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "audit", looking.audit, "what the server could have learnt of the clients' labels in a run"
     )
     _after_options(audit)
+
+    report = _command(commands, "report", looking.report, "one self-contained HTML page of one run or several")
+    _runs_option(report)
+    report.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first RUN)")
+    report.add_argument("--overwrite", action="store_true", help="replace the page that is in --out")
+
+    watch = _command(
+        commands, "watch", looking.watch, "the same page live, in a browser on this machine, while a run goes on"
+    )
+    _runs_option(watch)
+    watch.add_argument(
+        "--port", type=int, default=8765, metavar="N", help="of this machine alone; 0: any (%(default)s)"
+    )
+
+    figures = _command(commands, "figures", looking.figures, "every figure as SVG and PNG fit for a paper, and tables")
+    _runs_option(figures)
+    figures.add_argument("--out", required=True, metavar="DIR", help="where they go")
+    figures.add_argument("--overwrite", action="store_true", help="replace figures that are there")
+
+    show = _command(
+        commands, "show", looking.show_run, "the essentials of a run on the terminal: sparklines, who uses what"
+    )
+    _runs_option(show)
 
     plan = _command(commands, "plan", training.plan, "parameters, bytes, FLOP, memory and time, before anything runs")
     _recipe_options(plan)
@@ -254,6 +278,10 @@ def _after_options(parser: argparse.ArgumentParser) -> None:
     _engine_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     _data_options(parser)
+
+
+def _runs_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or folders that hold some")
 
 
 def _engine_options(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -82,6 +82,11 @@ class Federation:
     def size(self, client: int, part: str = "train") -> int:
         return self.elsewhere[part][client] if self.elsewhere else len(self.parts[part][client])
 
+    def label_counts(self) -> list[list[int]]:
+        """How many training points of each label each client has."""
+        y = self.y.cpu().numpy()
+        return [np.bincount(y[own], minlength=self.classes).tolist() for own in self.parts["train"]]
+
     @staticmethod
     def described(
         names: Sequence[str], sizes: Mapping[str, Sequence[int]], shape: Sequence[int], classes: int, **more: Any

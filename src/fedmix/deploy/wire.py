@@ -85,8 +85,11 @@ def table(value: Any) -> Any:
 def ask(path: str, kind: str, content: Any, seconds: float = 60.0) -> Any:
     """What the worker at this socket answers; seconds: for it to start, or to start again."""
     with _connected(path, seconds) as connection:
-        send(connection, kind, content)
-        _, answer = receive(connection)
+        try:
+            send(connection, kind, content)
+            _, answer = receive(connection)
+        except OSError as error:
+            raise ClientError(f"this site's worker ended while it worked ({error.strerror})") from error
     if isinstance(answer, str):
         raise ClientError(answer)
     return answer

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from fedmix.errors import ClientError, SettingError
 POLL_SECONDS = 0.05  # between looks for answers, at first
 LONGEST_PAUSE = 0.3  # and at last
 LARGEST = 256 << 20  # bytes of tensors in one message, a little more or less
+RAISED = re.compile(r"<class '[^']*'>:<[\"'](.*)[\"']>")
 ASK = "train"  # Flower's kind of message
 
 
@@ -345,7 +347,8 @@ class FlowerEngine:
                 "Error: Message Unavailable"
             ):  # what Flower says of a message that nobody took in time
                 return dict.fromkeys(clients, Absent("no answer in time"))
-            return dict.fromkeys(clients, Absent(f"its node failed: {reason[:300]}"))
+            raised = RAISED.search(reason)  # an error of our own on its node, as Flower writes it
+            return dict.fromkeys(clients, Absent(f"its node failed: {(raised[1] if raised else reason)[:300]}"))
         try:
             outcomes = unpack_outcomes(reply.content)
         except Exception as error:

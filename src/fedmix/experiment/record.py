@@ -201,6 +201,7 @@ def describe_federation(federation: Federation) -> dict[str, Any]:
         "categories": federation.categories,
         "side": federation.side,
         "groups": None if federation.groups is None else list(federation.groups),
+        "label_counts": None if federation.elsewhere else federation.label_counts(),
         "held_out": [] if federation.held_out is None else list(federation.held_out.names),
         "left_out": federation.left_out,
         "mean": list(federation.mean),

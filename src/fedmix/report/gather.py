@@ -249,7 +249,8 @@ def glance(made: Sequence[Group]) -> dict[str, Any]:
         noise = max(best[1] or 0.0, next_best[1] or 0.0)
         sure = "" if best[1] is None and next_best[1] is None else _sure(lead, noise)
         verdict = (
-            f"{first.name} and {second.name} are level: local accuracy {_points(best)} and {_points(next_best)} %{_seeds(first)}."
+            f"{first.name} and {second.name} are level: local accuracy {_points(best)} and {_points(next_best)} %"
+            f"{_seeds(first)}."
             if lead < LEVEL
             else f"{first.name} won: local accuracy {_points(best)} %, {100 * lead:.1f} points before {second.name} "
             f"({_points(next_best)} %){_seeds(first)}.{sure}"

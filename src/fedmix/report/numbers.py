@@ -76,7 +76,7 @@ def run_data(run: Run, group: Group, number: int) -> dict[str, Any]:
             "use": use(run),
             "layers": layers(run),
             "clients": clients(run),
-            "new": (run.evaluation or {}).get("new_clients"),
+            "new": new_clients(run),
             "evaluation": evaluation(run),
             "audit": audit(run),
             "about": about(run),
@@ -169,6 +169,27 @@ def clients(run: Run) -> dict[str, Any] | None:
         "q": [[round(v, 3) for v in q[s]] for s in known] if q and len(q) == len(names) else None,
         "groups": [run.federation["groups"][s] for s in known] if run.federation.get("groups") else None,
     }
+
+
+def new_clients(run: Run) -> dict[str, Any] | None:
+    """Clients that never took part: accuracy over labelled points, and without any."""
+    new = (run.evaluation or {}).get("new_clients") or {}
+    rows = [row for row in new.get("labelled") or [] if row["finetuned"]["accuracy"]["mean"] is not None]
+    curve = [
+        {
+            "what": what,
+            "points": [f"{row['mean_points']:.0f}" for row in rows],
+            "accuracy": [row[key]["accuracy"]["mean"] for row in rows],
+        }
+        for key, what in (("private_parts", "private parts alone"), ("finetuned", "then fine-tuned"))
+        if rows
+    ]
+    flat_lines = [
+        {"what": row["what"], "accuracy": row["clients"]["accuracy"]["mean"]}
+        for row in (new.get("unlabelled") or {}).values()
+        if row and row["clients"]["accuracy"]["mean"] is not None
+    ]
+    return {"curve": curve, "without": flat_lines} if curve or flat_lines else None
 
 
 def evaluation(run: Run) -> list[dict[str, Any]] | None:

@@ -249,11 +249,14 @@ function fresh() {
   if (!runs.length) return;
   const traces = runs.flatMap(run => {
     const rows = (run.new && run.new.curve) || [];
-    return rows.map((curve, i) => ({ x: curve.points, y: curve.accuracy.map(v => 100 * v), name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers", line: { color: colour(run.group), dash: DASHES[i % 5] } }));
+    const x = rows.length ? rows[0].points : [];
+    const without = x.length ? (run.new.without || []).map((row, i) => ({ x, y: x.map(() => 100 * row.accuracy), name: `${named(run.name, 30)}, no labels: ${named(row.what, 40)}`, mode: "lines", line: { color: colour(run.group + i + 2), dash: "dot" } })) : [];
+    return without.concat(rows.map((curve, i) => ({ x: curve.points, y: curve.accuracy.map(v => 100 * v), name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers", line: { color: colour(run.group), dash: DASHES[i % 5] } })));
   });
   draw("labelled", traces, layout("new clients, over how many labelled points they have", "labelled points of a client", "accuracy, %", { xaxis: { type: "category", automargin: true } }), "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points.");
   const head = element("tr"); for (const text of ["run", "inference", "accuracy %", "worst decile %"]) head.append(element("th", text, { scope: "col" }));
-  const rows = runs.flatMap(run => (run.evaluation || []).map(row => { const line = element("tr"); line.append(element("td", short(run.name, 60)), element("td", short(`${row.kind}: ${row.what}`, 90)), element("td", row.accuracy === null ? "–" : figures(100 * row.accuracy)), element("td", row.worst === null || row.worst === undefined ? "–" : figures(100 * row.worst))); return line; }));
+  const kinds = run => [...(run.evaluation || []), ...((run.new && run.new.without) || []).map(row => ({ kind: "new clients, no labels", what: row.what, accuracy: row.accuracy, worst: null }))];
+  const rows = runs.flatMap(run => kinds(run).map(row => { const line = element("tr"); line.append(element("td", short(run.name, 60)), element("td", short(`${row.kind}: ${row.what}`, 90)), element("td", row.accuracy === null ? "–" : figures(100 * row.accuracy)), element("td", row.worst === null || row.worst === undefined ? "–" : figures(100 * row.worst))); return line; }));
   $("inference").replaceChildren(head, ...rows);
 }
 

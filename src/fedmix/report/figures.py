@@ -1,0 +1,264 @@
+"""Figures fit for a paper, from the same numbers as the page: each as SVG and PNG, tables as CSV and LaTeX."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedmix.report.audit import draw_audit
+from fedmix.report.evaluation import draw_new_clients
+from fedmix.report.gather import Run
+from fedmix.report.numbers import page_data
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]  # Okabe and Ito
+DPI = 200
+PANELS = 5  # maps beside each other
+Series = Callable[[dict[str, Any]], list[float | None]]
+
+
+def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
+    """Every figure that these runs have the numbers for; the names of the files."""
+    data = page_data(runs)
+    made: list[str] = []
+
+    def keep(name: str, figure: Any) -> None:
+        if figure is None:
+            return
+        for suffix in ("svg", "png"):
+            figure.savefig(folder / f"{name}.{suffix}", dpi=DPI)
+            made.append(f"{name}.{suffix}")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, what in (
+        ("local", "local accuracy, %"),
+        ("server", "server accuracy, %"),
+        ("global", "global accuracy, %"),
+    ):
+        for over, axis in (("round", "communication round"), ("gib", "GiB sent, down and up")):
+            keep(f"{kind}-over-{over}s", _curves(data, axis, what, _of(over), _of(kind)))
+    keep("loss", _curves(data, "communication round", "training loss", _every("round"), _every("loss")))
+    keep(
+        "divergence",
+        _curves(data, "communication round", "gradient divergence", _every("round"), _every("divergence"), 10),
+    )
+    keep("communication", _curves(data, "communication round", "MiB of a round", _every("round"), _every("mib")))
+    for i, own in enumerate(data["runs"]):
+        number = f"-{i + 1}" if len(data["runs"]) > 1 else ""
+        keep(f"q-clients{number}", _maps(own, "zs"))
+        keep(f"q-side{number}", _maps(own, "zc"))
+        keep(f"experts{number}", _use(own))
+    keep("clients", _clients(data))
+    keep("sweep", _sweep(data))
+    for i, run in enumerate(runs):
+        number = f"-{i + 1}" if len(runs) > 1 else ""
+        for name, found, draw in (("new-clients", run.evaluation, draw_new_clients), ("audit", run.audit, draw_audit)):
+            for suffix in ("svg", "png"):
+                if not found:
+                    break
+                draw(found, folder / f"{name}{number}.{suffix}")
+                if (folder / f"{name}{number}.{suffix}").exists():
+                    made.append(f"{name}{number}.{suffix}")
+    (folder / "table.csv").write_text(table_csv(data), encoding="utf-8")
+    (folder / "table.tex").write_text(table_latex(data), encoding="utf-8")
+    return [*made, "table.csv", "table.tex"]
+
+
+def _of(key: str) -> Series:
+    return lambda series: series[key]
+
+
+def _every(key: str) -> Series:
+    return lambda series: series["every"][key]
+
+
+def _figure(width: float = 5.2, height: float = 3.4) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _plain(axis: Any, x: str, y: str) -> None:
+    axis.set_xlabel(x, parse_math=False)
+    axis.set_ylabel(y, parse_math=False)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        for text in axis.legend(frameon=False, fontsize=8).get_texts():
+            text.set_parse_math(False)
+
+
+def _curves(data: dict[str, Any], x: str, y: str, at: Series, of: Series, window: int = 1) -> Any:
+    """Mean over seeds, with a band of one standard deviation."""
+    figure = _figure()
+    axis = figure.subplots()
+    drawn = False
+    for g, seeds in enumerate(data["curves"]):
+        rows = [(at(s), _slid(of(s), window)) for s in seeds if any(v is not None for v in of(s))]
+        if not rows:
+            continue
+        drawn = True
+        count = min(len(values) for _, values in rows)
+        places, mean, low, high = [], [], [], []
+        for i in range(count):
+            known = [values[i] for _, values in rows if values[i] is not None]
+            if known:
+                m = sum(known) / len(known)
+                s = (sum((v - m) ** 2 for v in known) / len(known)) ** 0.5
+                places.append(rows[0][0][i])
+                mean.append(m)
+                low.append(m - s)
+                high.append(m + s)
+        colour = COLOURS[g % len(COLOURS)]
+        marker = "o" if len(places) < 40 else ""
+        axis.plot(places, mean, color=colour, label=_short(data["groups"][g]), marker=marker, ms=3, lw=1.4)
+        if len(rows) > 1:
+            axis.fill_between(places, low, high, color=colour, alpha=0.18, lw=0)
+    if not drawn:
+        return None
+    _plain(axis, x, y)
+    _legend(axis)
+    return figure
+
+
+def _slid(values: Sequence[float | None], window: int) -> list[Any]:
+    found: list[float | None] = []
+    for i, value in enumerate(values):
+        some = [v for v in values[max(0, i - window + 1) : i + 1] if v is not None]
+        found.append(sum(some) / len(some) if value is not None else None)
+    return found
+
+
+def _maps(run: dict[str, Any], key: str) -> Any:
+    """q over rounds: a few maps beside each other, the first and the last among them."""
+    maps = run["maps"]
+    if not maps or not maps["frames"][-1][key]:
+        return None
+    frames = maps["frames"]
+    picked = sorted({round(i * (len(frames) - 1) / (PANELS - 1)) for i in range(PANELS)})
+    rows = maps["clients"] if key == "zs" else maps["values"]
+    grouped = int(key == "zs" and bool(maps["groups"]))
+    ratio = [0.18] * grouped + [1.0] * len(picked)
+    figure = _figure(1.3 * len(picked) + 1.4, min(6.0, 1.4 + 0.12 * len(rows)))
+    axes = figure.subplots(1, len(ratio), squeeze=False, width_ratios=ratio)[0]
+    if grouped:
+        axes[0].imshow(
+            [[g] for g in maps["groups"]], cmap="tab10", vmin=0, vmax=9, aspect="auto", interpolation="nearest"
+        )
+        axes[0].set(xticks=[], yticks=[], title="true\ngroup")
+    for axis, i in zip(axes[grouped:], picked, strict=True):
+        image = axis.imshow(frames[i][key], cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axis.set_title(f"round {frames[i]['round']}", fontsize=8)
+        axis.set_xticks(range(len(frames[i][key][0])))
+        axis.set_xlabel("expert", fontsize=8)
+        axis.set_yticks([])
+    first = axes[grouped]
+    if len(rows) <= 30 and not grouped:
+        first.set_yticks(range(len(rows)), [_short(name, 16) for name in rows], fontsize=7)
+        for label in first.get_yticklabels():
+            label.set_parse_math(False)
+    first.set_ylabel("client" if key == "zs" else maps["side"])
+    figure.colorbar(image, ax=axes[-1], label="q(z|s)" if key == "zs" else "q(z|c)")
+    return figure
+
+
+def _use(run: dict[str, Any]) -> Any:
+    use = run["use"]
+    if not use:
+        return None
+    figure = _figure()
+    axis = figure.subplots()
+    known = [[value or 0.0 for value in row] for row in use["use"]]
+    axis.stackplot(use["round"], known, colors=COLOURS, labels=[f"expert {k}" for k in range(len(known))], alpha=0.8)
+    _plain(axis, "communication round", "share of each expert")
+    axis.set_ylim(0, 1)
+    _legend(axis)
+    return figure
+
+
+def _clients(data: dict[str, Any]) -> Any:
+    runs = [run for run in data["runs"] if run["clients"]]
+    if not runs:
+        return None
+    figure = _figure(max(4.0, 1.2 * len(runs) + 1.5))
+    axis = figure.subplots()
+    values = [[100 * v for v in run["clients"]["local"] if v is not None] for run in runs]
+    axis.boxplot(values, widths=0.5, medianprops={"color": COLOURS[1]})
+    axis.set_xticks(range(1, len(runs) + 1), [_short(run["name"], 24) for run in runs], fontsize=8)
+    for label in axis.get_xticklabels():
+        label.set_parse_math(False)
+    _plain(axis, "", "local accuracy of a client, %")
+    return figure
+
+
+def _sweep(data: dict[str, Any]) -> Any:
+    own = data["sweep"]
+    if not own:
+        return None
+    figure = _figure()
+    axis = figure.subplots()
+    for i, kind in enumerate(("local", "server", "global")):
+        known = [(x, row[kind]) for x, row in zip(own["values"], own["rows"], strict=True) if row[kind]]
+        if known:
+            spread = [value[1] or 0 for _, value in known]
+            mean = [value[0] for _, value in known]
+            axis.errorbar([x for x, _ in known], mean, yerr=spread, fmt="o-", color=COLOURS[i], label=kind, capsize=3)
+    _plain(axis, own["key"], "test accuracy, %")
+    _legend(axis)
+    return figure
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _cells(data: dict[str, Any]) -> list[list[Any]]:
+    return [[row["method"], *(row[column] for column in data["columns"])] for row in data["table"]]
+
+
+def table_csv(data: dict[str, Any]) -> str:
+    pairs = {c for c in data["columns"] if any(isinstance(row[c], list) for row in data["table"])}
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["method", *(name for c in data["columns"] for name in ([c, f"{c} std"] if c in pairs else [c]))])
+    for row in data["table"]:
+        cells: list[Any] = [row["method"]]
+        for c in data["columns"]:
+            cells += (row[c] or [None, None]) if c in pairs else [row[c]]
+        writer.writerow(["" if cell is None else cell for cell in cells])
+    return out.getvalue()
+
+
+_LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
+def table_latex(data: dict[str, Any]) -> str:
+    def cell(value: Any) -> str:
+        if value is None:
+            return "--"
+        if isinstance(value, list):
+            return f"{value[0]:.2f}" + (f" $\\pm$ {value[1]:.2f}" if value[1] is not None else "")
+        return f"{value:.2f}" if isinstance(value, float) else "".join(_LATEX.get(c, c) for c in str(value))
+
+    head = " & ".join(cell(name) for name in ["method", *data["columns"]])
+    body = [" & ".join(map(cell, row)) + r" \\" for row in _cells(data)]
+    columns = "l" + "r" * len(data["columns"])
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\hline",
+            head + r" \\",
+            r"\hline",
+            *body,
+            r"\hline",
+            r"\end{tabular}",
+            "",
+        ]
+    )

@@ -1,0 +1,207 @@
+"""The report's numbers: what is read of run directories, whatever state they are in, and what is said of it."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from runs import made_up, three_runs
+
+from fedmix.errors import RunError
+from fedmix.report.figures import draw_figures, table_csv, table_latex
+from fedmix.report.gather import differing, gather, glance, groups, table
+from fedmix.report.numbers import page_data
+from fedmix.report.page import as_json, report
+from fedmix.report.show import sparkline
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return three_runs(tmp_path_factory.mktemp("report"))
+
+
+def fedmix(*args):
+    return subprocess.run([sys.executable, "-m", "fedmix", *args], capture_output=True, text=True, timeout=120)
+
+
+def test_seeds_are_one_group_and_the_winner_is_named(runs):
+    found = gather([str(runs)])
+    made = groups(found)
+    assert sorted((group.name, len(group.runs)) for group in made) == [("FedAvg", 1), ("FedMix", 2)]
+    rows = {row["method"]: row for row in table(made)}
+    mixes = [json.loads((runs / f"fedmix-{seed}" / "summary.json").read_text()) for seed in (0, 1)]
+    local = [summary["accuracy"]["local"]["mean"] for summary in mixes]
+    mean, std = sum(local) / 2, abs(local[0] - local[1]) / 2
+    assert rows["FedMix"]["local"] == pytest.approx([100 * mean, 100 * std])
+    assert rows["FedAvg"]["local"][1] is None
+    sent = [sum(summary[key] for key in ("bytes_down", "bytes_up")) for summary in mixes]
+    assert rows["FedMix"]["GiB"] == pytest.approx(sum(sent) / 2 / 2**30)
+    best = max(rows.values(), key=lambda row: row["local"][0])["method"]
+    verdict = glance(made)["verdict"]
+    assert verdict.startswith(f"{best} won") or "are level" in verdict
+    assert glance(made)["wrong"] == []
+
+
+def test_curves_and_maps_are_what_the_metrics_say(runs):
+    data = page_data(gather([str(runs / "fedmix-0")]))
+    lines = [json.loads(line) for line in (runs / "fedmix-0" / "metrics.jsonl").read_text().splitlines()]
+    (series,) = data["curves"][0]
+    assert series["round"] == [1, 2, 3, 4]
+    assert series["server"] == pytest.approx([100 * line["accuracy"]["server"]["mean"] for line in lines], rel=1e-3)
+    sent = [sum(line["bytes_down"] + line["bytes_up"] for line in lines[: t + 1]) / 2**30 for t in range(4)]
+    assert series["gib"] == pytest.approx(sent, rel=1e-3)
+    (run,) = data["runs"]
+    true = json.loads((runs / "fedmix-0" / "federation.json").read_text())["groups"]
+    assert run["maps"]["groups"] == sorted(true)  # clients in the order of their groups
+    order = [int(name) for name in run["maps"]["clients"]]
+    for s, row in zip(order, run["maps"]["frames"][-1]["zs"], strict=True):
+        assert row == pytest.approx(lines[-1]["q_zs"][s], abs=1e-3)
+    assert sum(run["clients"]["labels"][0]) == run["clients"]["points"][0]
+
+
+def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path):
+    for eta in (0.0, 0.5, 0.9):
+        folder = made_up(tmp_path / f"eta-{eta}")
+        with open(folder / "recipe.toml", "a") as file:
+            file.write(f"[fedmix]\neta = {eta}\n")
+    made = groups(gather([str(tmp_path)]))
+    assert [group.name for group in made] == ["FedMix, eta 0.0", "FedMix, eta 0.5", "FedMix, eta 0.9"]
+    assert differing([group.runs for group in made]) == ["fedmix.eta"]
+    assert page_data(gather([str(tmp_path)]))["sweep"]["values"] == [0.0, 0.5, 0.9]
+
+
+def test_what_went_wrong_is_said_first(tmp_path):
+    folder = made_up(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[3]["absent"] = [{"client": 2, "reason": "no answer in time"}]
+    lines[4]["refused"] = [{"client": 1, "field": "phi", "reason": "off the simplex"}]
+    lines[5]["warnings"] = ["collapsed: one expert does all"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = " ".join(row["what"] for row in glance(groups(gather([str(folder)])))["wrong"])
+    assert "1 missing clients, the last in round 4: client 2, no answer in time" in told
+    assert "1 refused replies" in told
+    assert "collapsed" in told
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda f: (f / "summary.json").unlink(), "unfinished: round 20 of 20"),
+        (lambda f: (f / "metrics.jsonl").write_text((f / "metrics.jsonl").read_text()[:-30]), "cannot be read"),
+        (lambda f: (f / "metrics.jsonl").unlink(), None),
+        (lambda f: (f / "environment.json").unlink(), "environment.json is missing"),
+        (lambda f: (f / "federation.json").write_text("{"), "federation.json is damaged"),
+        (lambda f: (f / "summary.json").write_text("[1, 2]"), "unfinished"),
+        (lambda f: (f / "evaluation.json").write_text("{}"), None),
+    ],
+)
+def test_a_run_in_any_state_gives_a_page_that_says_so(spoil, words, tmp_path):
+    folder = made_up(tmp_path / "run")
+    spoil(folder)
+    done = fedmix("report", str(folder))
+    assert done.returncode == 0, done.stderr
+    told = [row["what"] for row in glance(groups(gather([str(folder)])))["wrong"]]
+    assert words is None or any(words in what for what in told)
+    assert fedmix("show", str(folder)).returncode == 0
+
+
+def test_names_cannot_leave_their_place(tmp_path):
+    hostile = "</script><script>alert(1)</script>"
+    folder = made_up(tmp_path / "run", name=hostile, names=[hostile, "x" * 10_000, "🦊", "&lt;b&gt;", "a"])
+    text = report(gather([str(folder)]))
+    assert hostile not in text
+    assert text.count("</script>") == 3  # those of the page itself
+    assert as_json({"a": "</script>&"}) == '{"a":"\\u003c/script\\u003e\\u0026"}'
+    assert len(text) < 5_000_000
+
+
+def test_a_large_run_is_thinned(tmp_path):
+    """2,000 rounds of 500 clients in under 10 s and 1 GB."""
+    folder = made_up(tmp_path / "run", rounds=2000, clients=500, experts=8, every=5)
+    code = (
+        "import resource, sys, time\nfrom fedmix.report.gather import gather\nfrom fedmix.report.page import report\n"
+        f"began = time.time()\ntext = report(gather([{str(folder)!r}]))\n"
+        "print(time.time() - began, len(text), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, size, gigabytes = map(float, done.stdout.split())
+    assert seconds < 10
+    assert size < 5_000_000
+    assert gigabytes < 1
+
+
+def test_figures_and_tables(runs, tmp_path):
+    made = draw_figures(gather([str(runs)]), tmp_path / "figures")
+    assert {"local-over-rounds.svg", "local-over-gibs.png", "divergence.svg", "clients.png", "table.csv"} <= set(made)
+    assert all((tmp_path / "figures" / name).stat().st_size > 100 for name in made)
+    data = page_data(gather([str(runs)]))
+    rows = table_csv(data).splitlines()
+    assert rows[0].startswith("method,local,local std,server")
+    assert len(rows) == 3
+    data["table"][0]["method"] = "50% of a_b & {c}"
+    assert r"50\% of a\_b \& \{c\}" in table_latex(data)
+    assert fedmix("figures", str(runs), "--out", str(tmp_path / "figures")).returncode == 2  # nothing is overwritten
+
+
+def test_reports_are_where_one_looks_for_them(runs, tmp_path):
+    done = fedmix("report", str(runs))
+    assert done.returncode == 0
+    assert done.stdout.strip().endswith("fedavg-0/report.html")
+    out = tmp_path / "deep" / "page.html"
+    assert fedmix("report", str(runs), "--out", str(out)).returncode == 0
+    assert fedmix("report", str(runs), "--out", str(out)).returncode == 2
+    refused = fedmix("report", str(tmp_path))
+    assert refused.returncode == 2
+    assert "must be a run directory" in refused.stderr
+    with pytest.raises(RunError):
+        gather([str(tmp_path / "nowhere")])
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, None, 1]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)))) == 50
+
+
+@contextmanager
+def watched(*paths):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedmix", "watch", *paths, "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process.stdout.readline().split()[0], process
+    finally:
+        process.send_signal(2)
+        assert process.wait(20) == 0  # Ctrl-C is how it ends
+        process.stdout.close()
+
+
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        return answer.status, answer.read()
+
+
+def test_watch_serves_this_machine_alone_and_follows_the_run(tmp_path):
+    folder = made_up(tmp_path / "run", rounds=20)
+    whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(whole[:10]))
+    with watched(str(folder)) as (url, _):
+        assert url.startswith("http://127.0.0.1:")
+        assert b"fedmix" in get(url)[1]
+        first = json.loads(get(f"{url}data.json")[1])
+        assert get(f"{url}data.json?known={first['version']}")[0] == 204
+        time.sleep(0.02)
+        (folder / "metrics.jsonl").write_text("".join(whole[:15]))
+        second = json.loads(get(f"{url}data.json?known={first['version']}")[1])
+        assert second["curves"][0][0]["every"]["round"][-1] == 15
+        (folder / "recipe.toml").unlink()  # the run is being started again
+        assert json.loads(get(f"{url}data.json")[1])["version"] == second["version"]
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get(url, Host="evil.example:80")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(f"{url}recipe.toml")
