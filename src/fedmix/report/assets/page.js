@@ -35,12 +35,14 @@ function layout(title, x, y, more = {}) {
   const dark = theme() === "dark", ink = dark ? "#e6e9ec" : "#1b1f24", grid = dark ? "#333b44" : "#e4e7eb";
   const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true };
   const narrow = window.innerWidth < 600;
-  return Object.assign({
+  const shape = {
     title: { text: title, font: { size: narrow ? 13 : 15 }, x: 0, xref: "paper", xanchor: "left", automargin: true, yref: "container" },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, family: "system-ui, sans-serif", size: 12 },
     margin: { l: 50, r: 12, t: 48, b: 45 }, xaxis: { ...axis, title: { text: x } }, yaxis: { ...axis, title: { text: y } },
-    legend: { orientation: "h", y: -0.22, x: 0 }, hovermode: "closest", dragmode: narrow ? false : "zoom",
-  }, more);
+    legend: { orientation: "h", y: narrow ? -0.34 : -0.22, x: 0 }, hovermode: "closest", dragmode: narrow ? false : "zoom",
+  };
+  for (const [key, value] of Object.entries(more)) shape[key] = /^[xy]axis/.test(key) ? { ...axis, ...shape[key], ...value } : value;
+  return shape;
 }
 function draw(id, traces, shape, text) {
   const there = traces && traces.length;
@@ -191,7 +193,7 @@ function experts() {
     "MiB of a round over rounds; it falls where experts are pruned.");
 }
 function ticks(names) {
-  const step = Math.max(1, Math.ceil(names.length / 24)), at = names.map((_, i) => i).filter(i => i % step === 0);
+  const step = Math.max(1, Math.ceil(names.length / (window.innerWidth < 600 ? 10 : 24))), at = names.map((_, i) => i).filter(i => i % step === 0);
   return { tickmode: "array", tickvals: at, ticktext: at.map(i => named(names[i], 18)) };
 }
 function sharp(rows) {
@@ -229,8 +231,8 @@ function clients() {
   const s = chosen.client, traces = [];
   if (own.labels) traces.push({ type: "bar", x: own.classes.map(name => named(name, 20)), y: own.labels[s], name: "training points of each label", marker: { color: colour(0) } });
   if (own.q) traces.push({ type: "bar", x: own.q[s].map((_, k) => `expert ${k}`), y: own.q[s], name: "q(z|s)", marker: { color: colour(1) }, xaxis: "x2", yaxis: "y2" });
-  const both = own.labels && own.q, end = { gridcolor: theme() === "dark" ? "#333b44" : "#e4e7eb", automargin: true };
-  draw("one", traces, layout(`client ${named(own.names[s], 40)}: its labels, its gate`, "", "points", { xaxis: { ...end, type: "category", domain: [0, both ? 0.55 : 1] }, xaxis2: { ...end, type: "category", domain: [both ? 0.66 : 0, 1], anchor: "y2" }, yaxis2: { ...end, anchor: "x2", range: [0, 1] }, showlegend: true }),
+  const both = own.labels && own.q;
+  draw("one", traces, layout(`client ${named(own.names[s], 40)}: its labels, its gate`, "", "points", { xaxis: { type: "category", domain: [0, both ? 0.55 : 1] }, xaxis2: { type: "category", domain: [both ? 0.66 : 0, 1], anchor: "y2" }, yaxis2: { anchor: "x2", range: [0, 1] }, showlegend: true }),
     `Client ${short(own.names[s], 60)}: local accuracy ${figures(100 * own.local[s])} per cent${own.q ? `, gate ${own.q[s].map((v, k) => `expert ${k} ${figures(v)}`).join(", ")}` : ""}.`);
 }
 
@@ -253,7 +255,7 @@ function fresh() {
     const without = x.length ? (run.new.without || []).map((row, i) => ({ x, y: x.map(() => 100 * row.accuracy), name: `${named(run.name, 30)}, no labels: ${named(row.what, 40)}`, mode: "lines", line: { color: colour(run.group + i + 2), dash: "dot" } })) : [];
     return without.concat(rows.map((curve, i) => ({ x: curve.points, y: curve.accuracy.map(v => 100 * v), name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers", line: { color: colour(run.group), dash: DASHES[i % 5] } })));
   });
-  draw("labelled", traces, layout("new clients, over how many labelled points they have", "labelled points of a client", "accuracy, %", { xaxis: { type: "category", automargin: true } }), "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points.");
+  draw("labelled", traces, layout("new clients, over how many labelled points they have", window.innerWidth < 600 ? "" : "labelled points of a client", "accuracy, %", { xaxis: { type: "category", automargin: true } }), "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points.");
   const head = element("tr"); for (const text of ["run", "inference", "accuracy %", "worst decile %"]) head.append(element("th", text, { scope: "col" }));
   const kinds = run => [...(run.evaluation || []), ...((run.new && run.new.without) || []).map(row => ({ kind: "new clients, no labels", what: row.what, accuracy: row.accuracy, worst: null }))];
   const rows = runs.flatMap(run => kinds(run).map(row => { const line = element("tr"); line.append(element("td", short(run.name, 60)), element("td", short(`${row.kind}: ${row.what}`, 90)), element("td", row.accuracy === null ? "–" : figures(100 * row.accuracy)), element("td", row.worst === null || row.worst === undefined ? "–" : figures(100 * row.worst))); return line; }));
