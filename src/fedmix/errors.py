@@ -29,7 +29,14 @@ class RunError(FedmixError):
 
 
 class ClientError(FedmixError):
-    """Something went wrong on a client; the message names client, round and step."""
+    """Something went wrong on a client; the message names client, round and step.
+
+    discreet: what may leave the client's machine, where the message may quote its data.
+    """
+
+    def __init__(self, message: str, discreet: str | None = None) -> None:
+        super().__init__(message)
+        self.discreet = discreet or message
 
 
 class StepError(Exception):

@@ -129,10 +129,10 @@ def test_a_server_that_is_killed_goes_on_from_its_last_round(victim, tmp_path):
             stack.enter_context(serve.server(folder / "server", said, tmp_path / "server.log"))
         else:
             stack.push(server)
-            found = subprocess.run(["pgrep", "-f", "flwr-serverapp"], capture_output=True, text=True).stdout.split()
+            found = [pid for pid in census(folder) if "flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_text()]
             assert found
             for pid in found:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         ended(process, out)
     assert [line["round"] for line in lines(out)] == [1, 2, 3, 4, 5]
     assert all(line["absent"] == [] for line in lines(out))

@@ -16,5 +16,6 @@ def main(grid: Grid, context: Context) -> None:
         out=str(config["out"]),
         data_dir=str(config["data-dir"]) or None,
         wait=float(config["wait"]),
+        number=str(context.run_id),
     )
     serve(grid, asked)

@@ -6,13 +6,12 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from fedmix.cli.output import show
 from fedmix.cli.training import changes
-from fedmix.errors import SettingError
+from fedmix.errors import RunError, SettingError
 
 
 def _say(words: str) -> None:
@@ -88,7 +87,7 @@ def run(args: Any) -> int:
     if not args.recipe:
         agreed_recipe(folder)
     recipe = _recipe(args, args.recipe or str(folder / "recipe.toml"))
-    out = Path(args.out) if args.out else folder / "runs" / f"{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
+    out = Path(args.out) if args.out else _default_out(folder, recipe)
     return _run(args, folder, recipe, out)
 
 
@@ -127,25 +126,27 @@ def up(args: Any) -> int:
         raise SettingError(f"--local must be 1 or more. Got {args.local} instead.")
     recipe = _recipe(args, args.recipe)
     if not there:
-        local.prepare(folder, args.local, recipe)
+        local.prepare(folder, args.local, recipe, args.data_dir)
     elif len(list((folder / "sites").iterdir())) != args.local:
         raise SettingError(f"{folder} holds another number of sites than --local {args.local}; choose another --out.")
+    else:
+        local.agree(folder, recipe)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: everything is stopped
-    with local.up(folder, _say):
+    with local.up(folder, _say) as running:
         if args.train:
-            return _run(
-                args, folder / "server", recipe, folder / "server" / "runs" / f"{recipe.name}-{recipe.algorithm}"
-            )
+            return _run(args, folder / "server", recipe, _default_out(folder / "server", recipe))
         _say(f"{args.local} sites are connected; logs in {folder / 'logs'}")
         _say(f"train with: fedmix deploy run {folder}. Ctrl-C ends server and sites")
         with told_to_stop() as stop:
-            _wait(stop)
+            while not stop.wait(0.5):
+                for name, own in running.items():
+                    if own.trouble:
+                        raise RunError(f"{name}: {own.trouble}")
     return 0
 
 
-def _wait(stop: threading.Event) -> None:
-    while not stop.wait(0.5):
-        pass
+def _default_out(folder: Path, recipe: Any) -> Path:
+    return folder / "runs" / f"{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
 
 
 def predict(args: Any) -> int:

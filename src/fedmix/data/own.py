@@ -109,6 +109,12 @@ def rows(path: Path, columns: Sequence[Mapping[str, Any]]) -> Tensor:
     return torch.from_numpy(np.concatenate(made, axis=1))
 
 
+def column(path: Path, name: str) -> Array | None:
+    """A column of a CSV as text, if there is one of that name."""
+    found, _ = _read_csv(path)
+    return np.array(found[name]) if name in found else None
+
+
 def arrays(name: str, given: Mapping[str, Any]) -> Source:
     """Data of a function: the same arrays as in an .npz, x and y, and client and c where there are any."""
     missing = [key for key in ("x", "y") if key not in given]

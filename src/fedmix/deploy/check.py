@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives import serialization
+
 from fedmix.data.federation import PARTS
 from fedmix.deploy import serve
-from fedmix.deploy.folder import agreed_recipe, data_place, read_server, read_site, split_address
+from fedmix.deploy.folder import agreed_recipe, own_data, read_server, read_site, split_address
 from fedmix.deploy.secrets import days_left
 from fedmix.errors import FedmixError, RunError
 from fedmix.experiment.recipe import SITES, Recipe
-from fedmix.experiment.sites import agreed, holding
+from fedmix.experiment.sites import agreed
 from fedmix.experiment.trained import revive
 
 Row = dict[str, Any]  # check, ok, what was found
@@ -38,8 +40,9 @@ class _Rows:
         """`see` gives what was found, or (what was found, a value for later); None if it is wrong."""
         try:
             found = see()
-        except (FedmixError, OSError, ValueError) as error:
-            self.rows.append({"check": name, "ok": False, "found": str(error)})
+        except Exception as error:  # a user's own function may raise anything
+            words = str(error) if isinstance(error, FedmixError) else f"{type(error).__name__}: {error}"
+            self.rows.append({"check": name, "ok": False, "found": words})
             return None
         words, value = found if isinstance(found, tuple) else (found, found)
         self.rows.append({"check": name, "ok": True, "found": words})
@@ -52,7 +55,7 @@ def _check_site(folder: Path) -> list[Row]:
     recipe = rows.look("recipe", lambda: _recipe(folder))
     if settings and recipe:
         rows.look("data", lambda: _data(folder, recipe))
-    rows.look("key", lambda: _secret(folder / "node.key"))
+    rows.look("key", lambda: _secret(folder / "node.key", serialization.load_ssh_private_key))
     trusted = rows.look("authority", lambda: _valid(folder / "ca.crt"))
     if settings and trusted:
         rows.look("server", lambda: _reach(settings.server, folder / "ca.crt"))
@@ -65,12 +68,12 @@ def _check_server(folder: Path) -> list[Row]:
     rows.look("recipe", lambda: _recipe(folder))
     rows.look("authority", lambda: _valid(folder / "ca.crt"))
     rows.look("certificate", lambda: _valid(folder / "server.crt"))
-    rows.look("key", lambda: _secret(folder / "server.key"))
+    rows.look("key", lambda: _secret(folder / "server.key", serialization.load_pem_private_key))
     sites = rows.look("sites' keys", lambda: _keys(folder))
     if settings and sites:
         reached = rows.look("server", lambda: _reach(f"127.0.0.1:{settings.port}", folder / "ca.crt", settings.address))
         if reached:
-            rows.look("connected", lambda: _connected(folder, len(sites)))
+            rows.look("connected", lambda: _connected(folder, sites))
     return rows.rows
 
 
@@ -93,21 +96,32 @@ def _data(folder: Path, recipe: Recipe) -> str:
     settings = read_site(folder)
     if recipe.data.source == SITES and settings.name not in agreed(recipe.data).sites:
         raise RunError(f"data.args.sites of the recipe must name this site, {settings.name!r}. It does not.")
-    held = holding(recipe, settings.name, settings.data, data_place(folder, settings))
+    held = own_data(folder, settings, recipe)
     said = held.describe(b"check")
     points = ", ".join(f"{sum(said['points'][part]):,} {part}" for part in PARTS)
     return f"{len(held.clients)} client{'s' if len(held.clients) > 1 else ''}; points: {points}"
 
 
-def _secret(path: Path) -> str:
+def _secret(path: Path, load: Callable[..., Any]) -> str:
+    if not path.is_file():
+        raise RunError(f"{path} is missing; it is in the folder that `fedmix deploy init` made for this machine.")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise RunError(f"{path} must be readable by its owner alone. Others can read it; chmod 600 {path}.")
+    try:
+        load(path.read_bytes(), None)
+    except (ValueError, TypeError) as error:
+        raise RunError(
+            f"{path} must be a private key as `fedmix deploy init` writes it. It is not ({error})."
+        ) from error
     return "readable by its owner alone"
 
 
 def _valid(certificate: Path) -> str:
-    days = days_left(certificate)
+    try:
+        days = days_left(certificate)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{certificate} must be a certificate as `fedmix deploy init` writes it ({error}).") from error
     if days < 0:
         raise RunError(f"{certificate} must be valid today. It is not (expired, or this machine's clock is wrong).")
     return f"valid for {days:,.0f} days"
@@ -141,6 +155,12 @@ def _reach(address: str, authority: Path, called: str | None = None) -> str:
         ) from error
 
 
-def _connected(folder: Path, sites: int) -> str:
-    online = sum(node["status"] == "online" for node in serve.nodes(folder))
-    return f"{online} of {sites} sites"
+def _connected(folder: Path, sites: list[str]) -> str:
+    online = serve.online(folder)
+    missing = [name for name in sites if name not in online]
+    words = f"{len(sites) - len(missing)} of {len(sites)} sites"
+    if missing:
+        raise RunError(
+            f"{words}; {', '.join(missing)} not yet: start it there, and see what `fedmix deploy check` says."
+        )
+    return words

@@ -4,6 +4,7 @@ DIR/server     for the machine in the middle: certificates, public keys of the s
 DIR/sites/a    for site a's own machine: its key, the authority's certificate, settings, the recipe, private states
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from typing import Any
 from fedmix.deploy.secrets import make_certificates, make_node_key, write_new
 from fedmix.errors import RunError, SettingError
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_from
-from fedmix.experiment.sites import PART_OF_RECIPE, SiteData
+from fedmix.experiment.sites import PART_OF_RECIPE, Holding, SiteData, holding
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 PORT = 8000
+HOSTS = ("0.0.0.0", "127.0.0.1")
 RUNTIME_PORT = 9094  # of a SuperNode, for its own processes
 
 
@@ -48,6 +50,11 @@ class SiteFolder:
 def read_server(folder: Path) -> ServerFolder:
     settings: ServerFolder = _read(folder, "server.toml", ServerFolder)
     split_address(settings.address, "address")
+    if settings.host not in HOSTS:
+        raise SettingError(
+            f"{folder / 'server.toml'}: host must be 0.0.0.0 (every network of this machine; a firewall chooses among them) "
+            f"or 127.0.0.1 (this machine alone). Got {settings.host!r}."
+        )
     return settings
 
 
@@ -56,12 +63,21 @@ def read_site(folder: Path) -> SiteFolder:
     if not NAME.fullmatch(settings.name):
         raise SettingError(f"{folder / 'site.toml'}: name must be the site's name. Got {settings.name!r}.")
     split_address(settings.server, "server")
+    if not 0 < settings.runtime_port < 65536:
+        raise SettingError(
+            f"{folder / 'site.toml'}: runtime_port must be from 1 to 65535. Got {settings.runtime_port}."
+        )
     return settings
 
 
-def data_place(folder: Path, settings: SiteFolder) -> str:
-    """Where a site's files are looked for: its data_dir, or its folder."""
-    return str(folder.resolve() / settings.data_dir)
+def own_data(folder: Path, settings: SiteFolder, recipe: Recipe) -> Holding:
+    """A site's data. Files are looked for in its data_dir, or its folder; decoded copies stay there, for its owner alone."""
+    place = folder.resolve() / settings.data_dir
+    if settings.data.source != PART_OF_RECIPE:
+        cache = folder.resolve() / "cache"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        os.environ["FEDMIX_CACHE"] = str(cache)
+    return holding(recipe, settings.name, settings.data, str(place))
 
 
 def _read(folder: Path, name: str, kind: type) -> Any:
@@ -83,7 +99,7 @@ def server_folder(folder: Path) -> Path:
 
 def split_address(address: str, setting: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not colon or not host or not host.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingError(f"{setting} must be host:port, as in fedmix.example.org:8000. Got {address!r} instead.")
     return host.strip("[]"), int(port)
 

@@ -1,5 +1,6 @@
 """A federation on this machine alone: for trying out, and for tests. TLS and keys as in a real one."""
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 from fedmix.deploy import serve
 from fedmix.deploy.folder import init, read_site
 from fedmix.deploy.serve import Running
-from fedmix.errors import RunError
-from fedmix.experiment.recipe import Recipe
+from fedmix.errors import RunError, SettingError
+from fedmix.experiment.files import write_bytes
+from fedmix.experiment.recipe import SITES, Recipe, dump_recipe
 
 SECONDS = 180.0  # for sites to connect
 
@@ -22,15 +24,27 @@ def free_port() -> int:
         return port
 
 
-def prepare(folder: Path, sites: int, recipe: Recipe) -> list[Path]:
+def prepare(folder: Path, sites: int, recipe: Recipe, data_dir: str | None = None) -> list[Path]:
     """A new folder for a server and so many sites, each with a part of the recipe's own data."""
+    if recipe.data.source == SITES:
+        raise SettingError(
+            "a federation on this machine alone needs a recipe with data of its own. This one asks sites."
+        )
     names = [f"site-{i + 1}" for i in range(sites)]
     init(folder, names, f"localhost:{free_port()}", recipe, host="127.0.0.1")
     for name in names:
         path = folder / "sites" / name / "site.toml"
         before = read_site(path.parent).runtime_port
-        path.write_text(path.read_text().replace(f"runtime_port = {before}", f"runtime_port = {free_port()}"))
+        text = path.read_text().replace(f"runtime_port = {before}", f"runtime_port = {free_port()}")
+        where = f"data_dir = {json.dumps(str(Path(data_dir).resolve()))}\n" if data_dir else ""
+        path.write_text(text.replace("\n[data]", f"{where}\n[data]"))
     return [folder / "sites" / name for name in names]
+
+
+def agree(folder: Path, recipe: Recipe) -> None:
+    """Another recipe for a local federation that is there already."""
+    for own in (folder / "server", *(folder / "sites").iterdir()):
+        write_bytes(own / "recipe.toml", dump_recipe(recipe).encode())
 
 
 @contextmanager

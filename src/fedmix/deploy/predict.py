@@ -12,7 +12,7 @@ from torch import Tensor
 from fedmix.core.types import Algorithm, Message, Private
 from fedmix.data.federation import normalised
 from fedmix.data.formats import npz_arrays
-from fedmix.data.own import rows
+from fedmix.data.own import column, rows
 from fedmix.deploy.folder import read_site
 from fedmix.deploy.worker import run_folder
 from fedmix.engines.client import predict
@@ -73,7 +73,7 @@ def read_inputs(path: Path, about: dict[str, Any], x: str = "x", y: str = "y") -
     if path.suffix == ".csv":
         if not about["features"]:
             raise DataError("a CSV needs a model that was trained on columns (data.args.columns). This one was not.")
-        return rows(path, about["features"]), None
+        return rows(path, about["features"]), column(path, y)
     found = npz_arrays(path, [x, y])
     if x not in found:
         raise DataError(f"{path} must hold an array {x!r}. It has none.")
@@ -86,9 +86,11 @@ def read_inputs(path: Path, about: dict[str, Any], x: str = "x", y: str = "y") -
         values = np.moveaxis(values, -1, 1)
     elif values.dtype != np.uint8 or not about["mean"]:
         values = values.astype(np.float32)
-    labels = found[y].astype(str) if y in found else None
-    if labels is not None and len(labels) != len(values):
-        raise DataError(f"{path}: {y!r} must have a value for each of the {len(values)} inputs.")
+    if not np.isfinite(values).all():
+        raise DataError(f"{path}: inputs must be finite. They hold NaN or infinity.")
+    labels = found.get(y)
+    if labels is not None and (labels.ndim != 1 or len(labels) != len(values)):
+        raise DataError(f"{path}: {y!r} must have one value for each of the {len(values)} inputs.")
     return torch.from_numpy(np.ascontiguousarray(values)), labels
 
 
@@ -110,5 +112,11 @@ def predict_site(
         "probabilities": [[round(p, 6) for p in row] for row in log_p.exp().tolist()],
     }
     if truth is not None:
+        truth = np.array(
+            [str(int(v)) if isinstance(v, (float, np.floating)) and v == int(v) else str(v) for v in truth]
+        )
+        strange = sorted(set(truth) - set(site.labels))
+        if strange:
+            raise DataError(f"{file}: labels must be of {', '.join(site.labels)}. Here is {strange[0]!r} as well.")
         found["accuracy"] = float(np.mean(np.array(names) == truth))
     return found

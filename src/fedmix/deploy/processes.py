@@ -50,8 +50,9 @@ class Child:
             out = stack.enter_context(open(log, "ab", buffering=0)) if log else sys.stderr.buffer
             for line in self.process.stdout:
                 self.last.append(line.decode(errors="replace").rstrip())
-                out.write(line)
-                out.flush()
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the child must not wait
+                    out.write(line)
+                    out.flush()
 
     @property
     def status(self) -> int | None:
@@ -63,9 +64,10 @@ class Child:
         return time.monotonic() - self._born
 
     def stop(self) -> None:
-        """Ask the whole group to end; end what has not after a while."""
+        """Ask it and everything below it to end; end what has not after a while. Flower's apps have groups of their own."""
         if self.process.stdin:
             self.process.stdin.close()
+        below = _descendants(self.process.pid)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
@@ -73,6 +75,9 @@ class Child:
         while self._group_lives() and time.monotonic() < until:
             time.sleep(0.05)
         self._signal(signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(GRACE)
         if self.process.stdout:
@@ -90,11 +95,30 @@ class Child:
         return self.process.poll() is None or _others_in(self.process.pid)
 
 
+def _stat(pid: str) -> list[str]:
+    """Of /proc/PID/stat what comes after the name: state, parent, group, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below this one (Linux; elsewhere none are seen)."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents.setdefault(int(_stat(entry.name)[1]), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        own = parents.get(todo.pop(), [])
+        found += own
+        todo += own
+    return found
+
+
 def _others_in(group: int) -> bool:
     """Whether a group still has processes that run; zombies do not count."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = entry.read_text().rpartition(")")[2].split()
+            fields = _stat(entry.name)
             if int(fields[2]) == group and fields[0] != "Z":
                 return True
     return False

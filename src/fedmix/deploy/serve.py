@@ -29,6 +29,7 @@ START_SECONDS = 120.0
 LET_IN_SECONDS = 120.0  # for a site that the server does not let in yet
 RETRY_SECONDS = 3.0
 STEADY_SECONDS = 30.0  # a SuperNode that lasts so long was let in
+UNKNOWN = ""  # a registered site whose number was not written down
 LINK = "fedmix"  # the server's name in Flower's own settings
 
 
@@ -126,7 +127,7 @@ def server(folder: Path, say: Callable[[str], None], log: Path | None = None) ->
             if link.status is not None:
                 running.trouble = f"the SuperLink ended with status {link.status}; what it printed says why."
 
-        stack.enter_context(_looking(look))
+        stack.enter_context(_looking(running, look, say))
         yield running
 
 
@@ -180,7 +181,7 @@ def site(
             else:
                 running.trouble = _why_it_ended(old, told)
 
-        stack.enter_context(_looking(look))
+        stack.enter_context(_looking(running, look, say))
         say(f"site {settings.name} connects to {settings.server}")
         yield running
 
@@ -195,13 +196,19 @@ def _why_it_ended(node: Child, told: re.Match[str] | None) -> str:
 
 
 @contextmanager
-def _looking(look: Callable[[], None]) -> Iterator[None]:
+def _looking(running: Running, look: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
     """Call it every second or so, in the background."""
     done = threading.Event()
 
     def go_on() -> None:
         while not done.wait(0.5):
-            look()
+            try:
+                look()
+            except Exception as error:  # a settings file that was spoilt meanwhile, say
+                running.trouble = str(error)
+            if running.trouble:
+                say(running.trouble)
+                return
 
     keeper = threading.Thread(target=go_on, daemon=True)
     keeper.start()
@@ -218,19 +225,33 @@ def register(folder: Path) -> list[str]:
     file = folder / "flower" / "registered.json"
     listed = {row["node-id"] for row in nodes(folder)}
     before = json.loads(file.read_text()) if file.exists() else {}
-    known = {name: row for name, row in before.items() if row["node"] in listed}
+    known = {name: row for name, row in before.items() if row["node"] in (*listed, UNKNOWN)}
     keys = {path.stem: path.read_text() for path in sorted((folder / "keys").glob("*.pub"))}
     done = []
     for name in [name for name, row in known.items() if keys.get(name) != row["key"]]:
-        flower(folder, "supernode", "unregister", known.pop(name)["node"], LINK)
+        if (number := known.pop(name)["node"]) != UNKNOWN:
+            flower(folder, "supernode", "unregister", number, LINK)
         done.append(f"site {name} is not registered any more")
     for name in [name for name in keys if name not in known]:
         path = str((folder / "keys" / f"{name}.pub").resolve())
-        answer = flower(folder, "supernode", "register", path, LINK, "--name", name)
-        known[name] = {"node": str(answer["node-id"]), "key": keys[name]}
+        try:
+            number = str(flower(folder, "supernode", "register", path, LINK, "--name", name)["node-id"])
+        except RunError as error:
+            if "already in use" not in str(error):
+                raise
+            number = UNKNOWN  # the server died between registering and writing it down
+        known[name] = {"node": number, "key": keys[name]}
+        write_json(file, known)
         done.append(f"registered site {name}")
     write_json(file, known)
     return done
+
+
+def online(folder: Path) -> list[str]:
+    """Names of the sites that are connected, as far as they are known."""
+    file = folder / "flower" / "registered.json"
+    names = {row["node"]: name for name, row in json.loads(file.read_text()).items()} if file.exists() else {}
+    return [names.get(str(row["node-id"]), "?") for row in nodes(folder) if row["status"] == "online"]
 
 
 def nodes(folder: Path) -> list[dict[str, Any]]:
@@ -252,9 +273,17 @@ def flower(folder: Path, *args: str, timeout: float = 120.0) -> Any:
     command = ["flwr", *args]
     if "--format" not in args and args[0] != "stop":
         command += ["--format", "json"]
-    done = subprocess.run(
-        command, env={**os.environ, **environment(folder)}, capture_output=True, text=True, timeout=timeout
-    )
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment(folder)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            start_new_session=True,  # Ctrl-C is for whoever asks, not for this
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"flwr {' '.join(args[:2])} did not answer within {timeout:g} s.") from error
     found = done.stdout[done.stdout.find("{") :] if "{" in done.stdout else ""
     try:
         answer = json.loads(found)

@@ -12,16 +12,18 @@ from typing import Any
 
 from fedmix.data.federation import PARTS, Federation
 from fedmix.deploy import wire
+from fedmix.deploy.submit import opened
 from fedmix.engines.flower import FlowerEngine, parcel
 from fedmix.errors import DataError, FedmixError, RunError
 from fedmix.experiment.build import build
 from fedmix.experiment.files import write_json
 from fedmix.experiment.recipe import SITES, Recipe, dump_recipe, make_recipe
-from fedmix.experiment.record import FAILURE, InUse, RunDirectory, describe_federation
+from fedmix.experiment.record import FAILURE, describe_federation
 from fedmix.experiment.run import Stopped, run_over
 from fedmix.experiment.sites import agreed, known_to_server
 
 POLL_SECONDS = 0.2
+MOST_POINTS = 10**12  # of a client; more is a mistake, or worse
 FOR_SITES = ("input", "classes", "labels", "features", "categories", "side", "mean", "std")  # of federation.json
 
 
@@ -33,6 +35,7 @@ class Asked:
     out: str
     data_dir: str | None
     wait: float  # seconds for sites to connect
+    number: str = ""  # Flower's of this run
 
 
 def serve(grid: Any, asked: Asked) -> None:
@@ -43,16 +46,18 @@ def serve(grid: Any, asked: Asked) -> None:
     except Stopped:
         raise  # by a signal: it can go on, and nothing failed
     except FedmixError as error:
-        write_json(out / FAILURE, {"error": str(error)})
+        write_json(out / FAILURE, {"flower": asked.number, "error": str(error)})
         raise
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        write_json(out / FAILURE, {"error": f"the server failed ({told})", "traceback": traceback.format_exc()})
+        if "401 Unauthorized" not in told:  # what Flower says to a run that was stopped
+            failed = {"error": f"the server failed ({told})", "traceback": traceback.format_exc()}
+            write_json(out / FAILURE, {"flower": asked.number, **failed})
         raise
 
 
 def _serve(grid: Any, recipe: Recipe, asked: Asked, out: Path) -> None:
-    directory = _opened(out, recipe)
+    directory = opened(out, recipe, resume=True, overwrite=False)
     try:
         nodes = Nodes(grid, recipe)
         file = out / "sites.json"
@@ -60,7 +65,7 @@ def _serve(grid: Any, recipe: Recipe, asked: Asked, out: Path) -> None:
             known = json.loads(file.read_text())
             nodes.wait(sorted(known["sites"]), asked.wait, must=False)
         else:
-            sites = agreed(recipe.data).sites if recipe.data.source == SITES else nodes.registered()
+            sites = agreed(recipe.data).sites if recipe.data.source == SITES else nodes.registered(asked.wait)
             known = {"run": uuid.uuid4().hex, "sites": nodes.ask(sites, asked.wait)}
         federation = known_to_server(recipe, known["sites"]) if recipe.data.source == SITES else None
         experiment = build(recipe, federation, data_dir=asked.data_dir)
@@ -97,18 +102,6 @@ def _serve(grid: Any, recipe: Recipe, asked: Asked, out: Path) -> None:
         directory.close()
 
 
-def _opened(out: Path, recipe: Recipe, seconds: float = 90.0) -> RunDirectory:
-    """The run directory, once a server that was cut off from its SuperLink has noticed, and let go of it."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return RunDirectory.open(out, recipe, resume=True, overwrite=False)
-        except InUse:
-            if time.monotonic() > until:
-                raise
-            time.sleep(1)
-
-
 def _homes(federation: Federation, sites: Mapping[str, Mapping[str, Any]]) -> dict[int, str]:
     """The site of each client, by number. Every client must be somewhere, and at one site only."""
     homes: dict[str, str] = {}
@@ -139,10 +132,13 @@ class Nodes:
         self.names |= {number: name for name, number in found.items()}
         return found
 
-    def registered(self, settle: float = 3.0) -> list[str]:
+    def registered(self, seconds: float, settle: float = 3.0) -> list[str]:
         """Of a recipe that names no sites: those that are connected, once no more are coming."""
         found, since = sorted(self.online()), time.monotonic()
+        until = since + seconds
         while not found or time.monotonic() < since + settle:
+            if not found and time.monotonic() > until:
+                raise RunError(f"at least one site must be connected. After {seconds:g} s none is.")
             time.sleep(POLL_SECONDS)
             now = sorted(self.online())
             if now != found:
@@ -156,8 +152,8 @@ class Nodes:
                 if not must:
                     return
                 raise RunError(
-                    f"every site must be connected before the first round. After {seconds:g} s {', '.join(missing)} is not; "
-                    "start it there, and see what `fedmix deploy check` says."
+                    f"every site must be connected before the first round. Missing after {seconds:g} s: {', '.join(missing)}; "
+                    "start them there, and see what `fedmix deploy check` says."
                 )
             time.sleep(POLL_SECONDS)
 
@@ -194,7 +190,8 @@ def _answer(site: str, reply: Any) -> dict[str, Any]:
         sound = (
             all(isinstance(name, str) for name in names)
             and isinstance(answer["digest"], str)
-            and all(len(points[part]) == len(names) and all(int(n) >= 0 for n in points[part]) for part in PARTS)
+            and all(len(points[part]) == len(names) for part in PARTS)
+            and all(type(n) is int and 0 <= n < MOST_POINTS for part in PARTS for n in points[part])
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"site {site} must say what it has. Its answer cannot be read ({error}).") from error

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from fedmix.deploy import wire
-from fedmix.deploy.folder import data_place, read_site
+from fedmix.deploy.folder import own_data, read_site
 from fedmix.engines.flower import pack_outcomes, unpack_orders
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
-from fedmix.errors import ClientError, FedmixError
+from fedmix.errors import ClientError, DataError, FedmixError
 from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, make_recipe
-from fedmix.experiment.sites import Holding, OwnClients, holding
+from fedmix.experiment.sites import Holding, OwnClients
 from fedmix.experiment.trained import revive
 
 RUN = re.compile(r"[0-9a-f]{32}")
@@ -55,7 +55,9 @@ class Worker:
 
     def answer(self, kind: str, content: Any) -> Any:
         """query: what this site has. train: a node's orders."""
-        if kind == "query":
+        if kind == "query":  # of a new run: with the settings and the data as they are now
+            self.settings = read_site(self.folder)
+            self._held = self._site = None
             about = json.loads(content["table"]["json"])
             return wire.table(self._holding(_recipe(about)).describe(site_key(self.folder)))
         about, orders = unpack_orders(content)
@@ -67,7 +69,7 @@ class Worker:
             self._held = None
             self._held = (
                 key,
-                holding(recipe, self.settings.name, self.settings.data, data_place(self.folder, self.settings)),
+                own_data(self.folder, self.settings, recipe),
             )
         return self._held[1]
 
@@ -95,6 +97,15 @@ class Worker:
         return Site(algorithm, clients, recipe.seed, SiteStore(own / "clients"), share, keep=True)
 
 
+def discreet(error: Exception) -> str:
+    """What may be said of an error to the server."""
+    if isinstance(error, DataError):
+        return "its data does not fit the recipe; `fedmix deploy check` there, and its log, say why"
+    if isinstance(error, ClientError):
+        return str(error)
+    return f"it failed ({type(error).__name__}); its log says why"
+
+
 def _recipe(about: Mapping[str, Any]) -> Recipe:
     return make_recipe(tomllib.loads(about["recipe"]))
 
@@ -114,12 +125,9 @@ def serve(folder: Path, path: str) -> None:
                 kind, content = wire.receive(connection)
                 try:
                     answer = worker.answer(kind, content)
-                except FedmixError as error:
-                    answer = f"site {worker.settings.name}: {error}"
-                except Exception as error:
-                    answer = f"site {worker.settings.name}: {type(error).__name__}: {error}"
-                if isinstance(answer, str):
-                    print(f"fedmix worker: {answer}", file=sys.stderr, flush=True)
+                except Exception as error:  # what it says may quote the data: it stays here
+                    print(f"fedmix: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    answer = f"site {worker.settings.name}: {discreet(error)}"
                 wire.send(connection, "answer", answer)
 
 

@@ -82,7 +82,8 @@ def perform(
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
     except Exception as error:
-        raise ClientError(f"client {task.client}, round {task.round}: {type(error).__name__}: {error}") from error
+        where, kind = f"client {task.client}, round {task.round}", type(error).__name__
+        raise ClientError(f"{where}: {kind}: {error}", f"{where}: {kind}; its site's log says more") from error
 
 
 def _labelled(train: Examples, points: int, rng: Stream) -> Examples:

@@ -1,5 +1,6 @@
 """What a machine does that clients live on: orders in, outcomes out, private states on its own disk."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from fedmix.core.types import Algorithm, Clients, Message
 from fedmix.engines.client import CPU, one_thread, perform
 from fedmix.engines.flower import Order, Outcome
 from fedmix.engines.store import SiteStore
-from fedmix.errors import ClientError, FedmixError
+from fedmix.errors import ClientError
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Site:
     seed: int
     store: SiteStore
     share: bool
-    keep: bool = False  # what clients are sent, for predictions after training
+    keep: bool = (
+        False  # of a real site: what clients are sent is kept for predictions, what their errors quote stays here
+    )
     device: torch.device = CPU
 
     def handle(self, orders: Sequence[Order]) -> list[Outcome]:
@@ -31,8 +34,10 @@ class Site:
             for order in orders:
                 try:
                     outcomes.append(Outcome(order.task.client, self._answer(order)))
-                except FedmixError as error:
-                    outcomes.append(Outcome(order.task.client, None, str(error)))
+                except ClientError as error:
+                    if self.keep:
+                        print(f"fedmix: {error}", file=sys.stderr, flush=True)
+                    outcomes.append(Outcome(order.task.client, None, error.discreet if self.keep else str(error)))
         return outcomes
 
     def _answer(self, order: Order) -> Message:

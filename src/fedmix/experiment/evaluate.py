@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedmix.core.score import LOWER_IS_BETTER, MEASURES, score
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Algorithm, Message, Private, State
 from fedmix.data.federation import Federation
-from fedmix.engines.client import CHUNK, Task
+from fedmix.engines.client import CHUNK, Absent, Task
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError
 from fedmix.experiment.loop import Engine
@@ -27,6 +27,7 @@ class Scores:
     """Each client's score on its own points (core.score); clients without points are left out."""
 
     of: Mapping[int, Numbers]
+    unanswered: Mapping[int, str] = field(default_factory=dict)  # clients that could not be asked, and why
 
     def values(self, measure: str = "accuracy") -> list[float]:
         return [numbers[measure] for numbers in self.of.values()]
@@ -64,8 +65,9 @@ def client_scores(
 ) -> Scores:
     """Clients on their own `part`: the server's weights with their private parts, fine-tuned for some epochs or not."""
     tasks = [Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in clients]
-    answers = zip(clients, engine.run(tasks), strict=True)  # of those that can be reached
-    return scores_of({s: answer.numbers for s, answer in answers if isinstance(answer, Message)})
+    answers = dict(zip(clients, engine.run(tasks), strict=True))
+    found = scores_of({s: answer.numbers for s, answer in answers.items() if isinstance(answer, Message)})
+    return replace(found, unanswered={s: a.reason for s, a in answers.items() if isinstance(a, Absent)})
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ def summarise(
         "scores": {"local": local.summaries(), "server": server.summaries(), "global": whole.numbers},
         "seconds": round(carried["seconds"], 2),
         **described,
-        "warnings": _troubles(lines),
+        "warnings": _troubles(lines) + _unanswered(server, len(federation)),
     }
     if recipe.privacy.noise:
         summary["privacy"] = guarantee(recipe, (line["clients"] for line in lines))
@@ -322,9 +322,27 @@ def summarise(
 
 
 def _troubles(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong with experts at any time, each kind as it was said last."""
+    """What went wrong with experts at any time, each kind as it was said last; and who was left out."""
     last = {trouble.split(":")[0]: trouble for line in lines for trouble in line.get("warnings", [])}
-    return list(last.values())
+    told = list(last.values())
+    for kind in ("absent", "refused"):
+        rounds_of = [line for line in lines if line.get(kind)]
+        if rounds_of:
+            row = rounds_of[-1][kind][-1]
+            told.append(
+                f"{kind}: clients in {len(rounds_of):,} of {len(lines):,} rounds, last client {row['client']} in round "
+                f"{rounds_of[-1]['round']} ({row['reason']})"
+            )
+    return told
+
+
+def _unanswered(scores: evaluate.Scores, clients: int) -> list[str]:
+    if not scores.unanswered:
+        return []
+    s, reason = next(iter(scores.unanswered.items()))
+    return [
+        f"unanswered: accuracy is over {clients - len(scores.unanswered):,} of {clients:,} clients; client {s}: {reason}"
+    ]
 
 
 @contextmanager

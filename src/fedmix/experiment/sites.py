@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,17 +136,29 @@ def _part(recipe: Recipe, data: SiteData, data_dir: str | None) -> Holding:
 
 def _read(data: SiteData, common: Agreed, data_dir: str | None) -> Source:
     if ":" in data.source:
-        made = named_object(data.source, "data.source")(**data.args)
+        function = named_object(data.source, "data.source")
+        try:
+            made = function(**data.args)
+        except Exception as error:
+            raise DataError(f"{data.source} failed: {type(error).__name__}: {error}.") from error
         if not isinstance(made, Mapping):
             raise DataError(f"{data.source} must give a dict of arrays x and y. It gave {type(made).__name__}.")
         return arrays(data.source, made)
     if data.source not in READERS:
         raise SettingError(one_of("data.source", data.source, [*READERS, PART_OF_RECIPE, "package.module:name"]))
+    args = {key: _below(data_dir, value) if key in ("file", "folder") else value for key, value in data.args.items()}
+    if "columns" in args:
+        raise SettingError("columns must be in the recipe (data.args.columns), the same for every site.")
     more = {"columns": common.columns} if data.source == "csv" and common.columns else {}
     try:
-        return partial(READERS[data.source], data_dir)(**data.args, **more)
+        return partial(READERS[data.source], data_dir)(**args, **more)
     except TypeError as error:
         raise SettingError(f"[data] args of {data.source!r}: {error}.") from error
+
+
+def _below(folder: str | None, name: Any) -> Any:
+    """A path of a site's settings: below its own folder, whatever folder a command is given in."""
+    return str(Path(folder) / Path(name).expanduser()) if folder and isinstance(name, str) else name
 
 
 def _fitted(source: Source, common: Agreed, side: str) -> Source:

@@ -100,6 +100,7 @@ def how_much(result: Mapping[str, Any], looked_at: int) -> list[str]:
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     """One run's result."""
     parts: list[RenderableType] = [comparison_table(comparison([summary]))]
+    parts += [Text(f"! {warning}", style="yellow") for warning in summary.get("warnings", [])]
     if "q_zs" in summary:
         parts.append(q_map(summary))
     return Group(*parts)
