@@ -1,14 +1,15 @@
 """What `fedmix deploy init` writes, what `check` says of it, and who may knock at which door."""
 
 import asyncio
+import io
 import json
 import os
 import re
 import ssl
 import stat
-import subprocess
-import sys
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("flwr")
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from fedmix.cli import main
 from fedmix.deploy import local, secrets
 from fedmix.deploy.check import check
 from fedmix.deploy.folder import agreed_recipe, init, read_server, read_site
@@ -34,7 +36,11 @@ def made(tmp_path):
 
 
 def fedmix(*args):
-    return subprocess.run([sys.executable, "-m", "fedmix", *args], capture_output=True, text=True, timeout=120)
+    """The command in this process: status, standard output, standard error."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        main(list(args))
+    return SimpleNamespace(returncode=ended.value.code, stdout=out.getvalue(), stderr=errors.getvalue())
 
 
 def test_a_consortium_gets_everything_it_needs(made):
