@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TEST   := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: install demo test test-all check bench guard clean
 install: $(READY)
@@ -15,8 +16,8 @@ $(READY): pyproject.toml
 demo: $(READY)     ## FedMix against FedAvg on embedded data: finds the hidden groups of clients
 	$(BIN)/fedmix compare digits-permutation --algorithms fedmix,fedavg --seeds 0 --out runs/demo --overwrite
 
-test: $(READY)     ## the tests that CI runs
-	$(BIN)/python -m pytest
+test: $(READY)     ## the tests that CI runs, file by file in two processes
+	$(TEST)
 
 test-all: $(READY) ## and the long ones
 	$(BIN)/python -m pytest -m 'slow or not slow'
@@ -26,7 +27,7 @@ check: $(READY)    ## lint, types, import contracts, tests: exactly what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(TEST)
 
 bench: $(READY)    ## fedmix beside its peers (installed under .bench/), then how cost grows; half an hour
 	$(BIN)/python benchmarks/peers.py
