@@ -6,6 +6,7 @@ python benchmarks/flower.py ray           # MNIST, 1,000 clients, 20 rounds: mem
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -60,14 +61,14 @@ def deployed(folder: Path) -> None:
         print(f"| bytes from 2 clients in 5 rounds: ours, Flower's | {ours:,}, {counted:,} ({more}) |")
 
 
-def memory(pattern: str) -> dict[str, float]:
-    """Resident MB of processes whose command has the pattern, shared pages counted once (PSS)."""
-    found = {}
+def memory(mark: str) -> float:
+    """MB of all processes that were started with this mark in their environment, shared pages counted once (PSS)."""
+    found = 0.0
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if pattern in (entry / "cmdline").read_text():
+            if mark.encode() in (entry / "environ").read_bytes():
                 rows = (entry / "smaps_rollup").read_text().splitlines()
-                found[entry.name] = sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) / 1024
+                found += sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) / 1024
         except OSError:
             continue
     return found
@@ -78,15 +79,16 @@ def on_ray(folder: Path, rounds: int = 20) -> None:
     command = [sys.executable, "-m", "fedmix", "train", "mnist-liang", "--engine", "flower", "--rounds", str(rounds)]
     changes = {"data.clients": 1000, "clients_per_round": 100, "evaluation.every": rounds}
     command += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    process = subprocess.Popen([*command, "--out", str(out), "--quiet", "--json"], stdout=subprocess.DEVNULL)
+    mark = f"FEDMIX_BENCHMARK={os.getpid()}"
+    env = os.environ | dict([mark.split("=")])
+    process = subprocess.Popen([*command, "--out", str(out), "--quiet", "--json"], stdout=subprocess.DEVNULL, env=env)
     seen = 0
     print("| round | seconds | MB of all processes |\n|---|---|---|")
     while process.poll() is None:
         time.sleep(0.5)
         if (out / "metrics.jsonl").exists() and len(each := seconds(out)) > seen:
             seen = len(each)
-            whole = memory("fedmix") | memory("ray")
-            print(f"| {seen} | {each[-1]:.1f} | {sum(whole.values()):,.0f} |", flush=True)
+            print(f"| {seen} | {each[-1]:.1f} | {memory(mark):,.0f} |", flush=True)
     assert process.returncode == 0
 
 
