@@ -88,10 +88,10 @@ def split(args: Any) -> int:
 
 def report(args: Any) -> int:
     from fedmix.experiment.files import write_bytes
-    from fedmix.report.gather import find_runs, gather
+    from fedmix.report.gather import gather
     from fedmix.report.page import report as made
 
-    out = Path(args.out) if args.out else find_runs(args.runs)[0] / "report.html"
+    out = Path(args.out or Path(args.runs[0]) / "report.html")
     if args.out and out.exists() and not args.overwrite:
         raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
     text = made(gather(args.runs))

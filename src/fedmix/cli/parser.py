@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = _command(commands, "report", looking.report, "one self-contained HTML page of one run or several")
     _runs_option(report)
-    report.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first RUN)")
+    report.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first RUN or folder)")
     report.add_argument("--overwrite", action="store_true", help="replace the page that is in --out")
 
     watch = _command(

@@ -171,7 +171,10 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
-    made = list(by_settings.values())
+    order = list(NAMES.values())
+    made = sorted(
+        by_settings.values(), key=lambda own: order.index(own[0].method) if own[0].method in order else len(order)
+    )
     differ = differing(made)
     names = []
     for own in made:
