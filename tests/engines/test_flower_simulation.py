@@ -63,3 +63,17 @@ def test_the_same_numbers_on_ray_stopped_and_resumed(tmp_path):
     )
     assert refused.returncode == 2
     assert "must go on with --engine flower" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["fedmix", "fedavg", "biased-fedavg"])
+def test_every_method_gives_the_same_numbers_on_ray(method, tmp_path):
+    train = ["train", "digits-skew", "--scale", "small", "--rounds", "3", "--algorithm", method, "--json", "--quiet"]
+    ray, serial = (
+        json.loads(fedmix(*train, "--engine", engine, "--out", str(tmp_path / engine)).stdout)
+        for engine in ("flower", "serial")
+    )
+    one, other = weights(tmp_path / "flower", 3), weights(tmp_path / "serial", 3)
+    assert all(torch.allclose(value.double(), other[name].double(), atol=1e-5) for name, value in one.items())
+    assert ray["bytes_up"] == serial["bytes_up"]
