@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from runs import made_up, three_runs
+from made_runs import made_up, three_runs
 from test_report import watched
 
 from fedmix.report.gather import gather

@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
+from made_runs import made_up, three_runs
 
 from fedmix.cli import main
 from fedmix.errors import RunError
@@ -19,7 +20,6 @@ from fedmix.report.gather import differing, gather, glance, groups, table
 from fedmix.report.numbers import page_data
 from fedmix.report.page import as_json, report
 from fedmix.report.show import sparkline
-from runs import made_up, three_runs
 
 
 @pytest.fixture(scope="module")
