@@ -1,10 +1,15 @@
 """Small federations and experiments that every test can afford."""
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from published import write_everything
 
+from fedmix.cli import main
 from fedmix.data.federation import Federation
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
@@ -13,6 +18,14 @@ from fedmix.experiment.loop import rounds
 from fedmix.experiment.recipe import make_recipe
 
 METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")
+
+
+def fedmix(*args):
+    """The command in this process: status, standard output, standard error."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        main(list(args))
+    return SimpleNamespace(returncode=ended.value.code, stdout=out.getvalue(), stderr=errors.getvalue())
 
 
 @pytest.fixture(autouse=True)

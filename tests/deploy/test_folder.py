@@ -1,25 +1,22 @@
 """What `fedmix deploy init` writes, what `check` says of it, and who may knock at which door."""
 
 import asyncio
-import io
 import json
 import os
 import re
 import ssl
 import stat
 import tomllib
-from contextlib import redirect_stderr, redirect_stdout
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import fedmix
 
 pytest.importorskip("flwr")
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from fedmix.cli import main
 from fedmix.deploy import local, secrets
 from fedmix.deploy.check import check
 from fedmix.deploy.folder import agreed_recipe, init, read_server, read_site
@@ -33,14 +30,6 @@ from fedmix.experiment.recipe import read_recipe
 def made(tmp_path):
     init(tmp_path / "f", ["a", "b", "c"], "fedmix.example.org:8443")
     return tmp_path / "f"
-
-
-def fedmix(*args):
-    """The command in this process: status, standard output, standard error."""
-    out, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        main(list(args))
-    return SimpleNamespace(returncode=ended.value.code, stdout=out.getvalue(), stderr=errors.getvalue())
 
 
 def test_a_consortium_gets_everything_it_needs(made):

@@ -1,19 +1,17 @@
 """The report's numbers: what is read of run directories, whatever state they are in, and what is said of it."""
 
-import io
 import json
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
+from conftest import fedmix
 from made_runs import made_up, three_runs
 
-from fedmix.cli import main
 from fedmix.errors import RunError
 from fedmix.report.figures import draw_figures, table_csv, table_latex
 from fedmix.report.gather import differing, gather, glance, groups, table
@@ -25,14 +23,6 @@ from fedmix.report.show import sparkline
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return three_runs(tmp_path_factory.mktemp("report"))
-
-
-def fedmix(*args):
-    """The command in this process: status, standard output, standard error."""
-    out, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        main(list(args))
-    return SimpleNamespace(returncode=ended.value.code, stdout=out.getvalue(), stderr=errors.getvalue())
 
 
 def test_seeds_are_one_group_and_the_winner_is_named(runs):

@@ -9,13 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedmix.cli.output import show
+from fedmix.cli.output import names_in, say, show, show_summary, told_unless
 from fedmix.cli.training import changes
 from fedmix.errors import RunError, SettingError
-
-
-def _say(words: str) -> None:
-    print(f"fedmix: {words}", file=sys.stderr, flush=True)
 
 
 def _recipe(args: Any, name: str) -> Any:
@@ -30,7 +26,7 @@ def init(args: Any) -> int:
     from fedmix.experiment.recipe import read_recipe
 
     flwr()
-    sites = [name.strip() for name in args.sites.split(",") if name.strip()]
+    sites = names_in(args.sites)
     files = make(Path(args.folder), sites, args.address, read_recipe(args.recipe) if args.recipe else None)
     if args.json:
         print(json.dumps({"folder": args.folder, "files": files}))
@@ -57,7 +53,7 @@ def check(args: Any) -> int:
             table.add_row(row["check"], "ok" if row["ok"] else "WRONG", Text(row["found"]))
         show(table)
     if wrong:
-        _say(f"error: {len(wrong)} of {len(rows)} checks failed; the first is {wrong[0]['check']}")
+        say(f"error: {len(wrong)} of {len(rows)} checks failed; the first is {wrong[0]['check']}")
         return 2
     return 0
 
@@ -73,7 +69,7 @@ def serve(args: Any) -> int:
         for command in commands:
             print(shlex.join(command))
         return 0
-    serving.serve(folder, _say, args.wait)
+    serving.serve(folder, say, args.wait)
     return 0
 
 
@@ -93,24 +89,19 @@ def run(args: Any) -> int:
 
 def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
     from fedmix.deploy.submit import Submission
+    from fedmix.experiment.loggers import check_tools, logging_to
     from fedmix.progress import progress
-    from fedmix.report.text import summary_table
 
-    quiet = args.quiet
-    with progress(f"{recipe.algorithm}, seed {recipe.seed}", quiet) as watch:
-        submission = Submission(
-            folder, recipe, out, args.data_dir, args.wait, watch, (lambda _: None) if quiet else _say
-        )
+    quiet, tools = args.quiet, check_tools(names_in(args.log))
+    title = f"{recipe.algorithm}, seed {recipe.seed}"
+    with progress(title, quiet) as bar, logging_to(tools, out, recipe, say, bar, told_unless(quiet)) as told:
+        submission = Submission(folder, recipe, out, args.data_dir, args.wait, told, told_unless(quiet))
         try:
             summary = submission.to_its_end(args.resume, args.overwrite)
         except KeyboardInterrupt:
-            _say(f"stopped. Go on with the same command and --resume; what is done is in {out}")
+            say(f"stopped. Go on with the same command and --resume; what is done is in {out}")
             return 130
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        show(summary_table(summary))
-        print(f"results: {out}")
+    show_summary(summary, out, args.json)
     return 0
 
 
@@ -132,11 +123,11 @@ def up(args: Any) -> int:
     else:
         local.agree(folder, recipe)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: everything is stopped
-    with local.up(folder, _say) as running:
+    with local.up(folder, say) as running:
         if args.train:
             return _run(args, folder / "server", recipe, _default_out(folder / "server", recipe))
-        _say(f"{args.local} sites are connected; logs in {folder / 'logs'}")
-        _say(f"train with: fedmix deploy run {folder}. Ctrl-C ends server and sites")
+        say(f"{args.local} sites are connected; logs in {folder / 'logs'}")
+        say(f"train with: fedmix deploy run {folder}. Ctrl-C ends server and sites")
         with told_to_stop() as stop:
             while not stop.wait(0.5):
                 for name, own in running.items():
@@ -167,7 +158,7 @@ def predict(args: Any) -> int:
         _rows(sys.stdout, found)
     good = f", accuracy {100 * found['accuracy']:.1f} % of those with labels" if "accuracy" in found else ""
     words = f"client {found['client']}, round {found['round']}: {len(found['predictions']):,} predictions{good}"
-    _say(words + (f"; {out}" if out else ""))
+    say(words + (f"; {out}" if out else ""))
     return 0
 
 

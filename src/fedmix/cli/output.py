@@ -1,5 +1,6 @@
 """What commands print: results to standard output, everything else to standard error."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,34 @@ def complain(message: str) -> int:
     return 2
 
 
+def say(message: str) -> None:
+    print(f"fedmix: {message}", file=sys.stderr, flush=True)
+
+
+def told_unless(quiet: bool) -> Callable[[str], None]:
+    return (lambda _: None) if quiet else say
+
+
+def names_in(text: str) -> list[str]:
+    """Of a flag that takes names with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def show(renderable: Any) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 110).print(renderable)
+
+
+def show_summary(summary: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Of one run that has ended."""
+    from fedmix.report.text import summary_table
+
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        show(summary_table(summary))
+        print(f"results: {out}")
 
 
 def picture_of(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> str | None:
@@ -22,6 +47,6 @@ def picture_of(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> s
     try:
         draw(what, picture)
     except ModuleNotFoundError:
-        print("fedmix: no picture: it needs Matplotlib: pip install 'fedmix[plots]'", file=sys.stderr)
+        say("no picture: it needs Matplotlib: pip install 'fedmix[plots]'")
         return None
     return str(picture) if picture.exists() else None

@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   fedmix report runs/first                           one page to look at; fedmix watch shows it live
   fedmix audit runs/first                            what the server could have learnt of the clients' labels
   fedmix compare digits-skew --algorithms fedmix,fedavg --seeds 0,1,2
+  fedmix train digits-skew --log tensorboard,mlflow,wandb          the same numbers in the tools you use
   fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75       accuracy against bytes
   fedmix train digits-skew --set fedmix.experts=8 --set training.client_lr=0.1
   fedmix train cifar10 --scale small                 the paper's experiment in minutes, scaled down
@@ -236,6 +237,7 @@ def _submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", type=float, default=600, metavar="S", help="seconds for sites to connect (%(default)s)"
     )
+    _log_option(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last round")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -292,8 +294,15 @@ def _engine_options(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
 
 
+def _log_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log", default="", metavar="A,B,...", help="send the numbers of each round to tensorboard, mlflow or wandb"
+    )
+
+
 def _run_options(parser: argparse.ArgumentParser) -> None:
     _engine_options(parser, ", flower (Ray)")
+    _log_option(parser)
     parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")

@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from fedmix.cli.output import complain, picture_of, show
+from fedmix.cli.output import complain, names_in, picture_of, say, show, show_summary, told_unless
 from fedmix.errors import ClientError, SettingError
 
 METHOD_HELP = "fedmix, fedavg, biased-fedavg, local-global or independent"
@@ -31,32 +30,32 @@ def train(args: Any) -> int:
     summary = _run_one(recipe, out, args)
     if summary is None:
         return 130
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        from fedmix.report.text import summary_table
-
-        show(summary_table(summary))
-        print(f"results: {out}")
+    show_summary(summary, out, args.json)
     return 0
 
 
 def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     """Train one recipe into one directory; None if it was asked to stop on the way."""
     from fedmix.experiment.build import build
+    from fedmix.experiment.loggers import check_tools, logging_to
     from fedmix.experiment.record import RunDirectory
     from fedmix.experiment.run import Stopped, check, run
     from fedmix.progress import progress
 
+    tools = check_tools(names_in(args.log))
     experiment = build(recipe, data_dir=args.data_dir)
     check(experiment, args.engine, args.workers, args.device)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
         small = "" if recipe.scale == "full" else f", scale {recipe.scale}"
-        with progress(f"{recipe.algorithm}, seed {recipe.seed}{small}", args.quiet) as watch:
-            return run(experiment, directory, args.engine, args.workers, watch, args.device, args.data_dir)
+        title = f"{recipe.algorithm}, seed {recipe.seed}{small}"
+        with (
+            progress(title, args.quiet) as bar,
+            logging_to(tools, out, recipe, say, bar, told_unless(args.quiet)) as told,
+        ):
+            return run(experiment, directory, args.engine, args.workers, told, args.device, args.data_dir)
     except Stopped as stopped:
-        print(f"fedmix: {stopped}", file=sys.stderr)
+        say(str(stopped))
         return None
     finally:
         directory.close()
@@ -67,7 +66,7 @@ def compare(args: Any) -> int:
     from fedmix.experiment.recipe import read_recipe
     from fedmix.report.text import comparison, comparison_table, q_map
 
-    methods = [name.strip() for name in args.algorithms.split(",") if name.strip()]
+    methods = names_in(args.algorithms)
     first = read_recipe(args.recipe, methods[0] if methods else None, changes(args), args.scale)
     seeds = _whole_numbers(args.seeds) if args.seeds else [first.seed]
     recipes = [
@@ -80,7 +79,7 @@ def compare(args: Any) -> int:
     for recipe in recipes:
         summary = _run_one(recipe, out / f"{recipe.algorithm}-seed{recipe.seed}", args)
         if summary is None:
-            print("fedmix: the methods before it are done; the same command with --resume goes on", file=sys.stderr)
+            say("the methods before it are done; the same command with --resume goes on")
             return 130
         summaries.append(summary)
     rows = comparison(summaries)
@@ -130,7 +129,7 @@ def sweep(args: Any) -> int:
         words = ",".join(f"{key.split('.')[-1]}={value}" for key, value in settings.items())
         name = f"{words}-seed{recipe.seed}".replace("/", "_").replace(" ", "")
         if not args.quiet:
-            print(f"fedmix: {name} ({len(runs) + len(failed) + 1} of {len(todo)})", file=sys.stderr)
+            say(f"{name} ({len(runs) + len(failed) + 1} of {len(todo)})")
         try:
             summary = _run_one(recipe, out / name, args)
         except ClientError as error:  # of this point of the grid alone: a rate that is too large, say
@@ -138,7 +137,7 @@ def sweep(args: Any) -> int:
             complain(failed[-1])
             continue
         if summary is None:
-            print("fedmix: the runs before it are done; the same command with --resume goes on", file=sys.stderr)
+            say("the runs before it are done; the same command with --resume goes on")
             return 130
         runs.append((settings, summary))
     rows = sweep_rows(runs)

@@ -1,6 +1,7 @@
 """Training from Python: own data, own model, any setting of a recipe."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fedmix.errors import SettingError
 from fedmix.experiment.audit import audit_run
 from fedmix.experiment.build import build
 from fedmix.experiment.inference import Options, Where, evaluate_run
+from fedmix.experiment.loggers import check_tools, logging_to
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
@@ -32,6 +34,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     watch: Callable[[Progress], None] | None = None,
+    log: str | Sequence[str] = (),
     **settings: Any,
 ) -> TrainedRun:
     """Train, and give back the trained run.
@@ -40,16 +43,18 @@ def train(
     federation: own data (`Federation.from_clients`); model: an nn.Module class or a function that builds one (or an
     object whose layers have reset_parameters); output: the name of its output layer. A dict is the recipe's [model].
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
-    watch: called after each round.
+    watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
     """
     if isinstance(model, dict):
         settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
+    tools = check_tools(log.split(",") if isinstance(log, str) and log else log)
     experiment = build(effective, federation, model, data_dir)
     check(experiment, engine, workers, device)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
-        run(experiment, directory, engine, workers, watch, device, data_dir)
+        with logging_to(tools, directory.path, effective, warnings.warn, watch) as told:
+            run(experiment, directory, engine, workers, told, device, data_dir)
     finally:
         directory.close()
     return load(out, model)

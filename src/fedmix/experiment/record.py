@@ -18,6 +18,8 @@ from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
 
 FAILURE = "failure.json"  # why a run that was submitted to a server did not end
+LOGGED = "logged.json"  # how far the tools of --log have got
+TOOL_FOLDERS = ("tensorboard", "wandb")
 AFTERWARDS = ("evaluation.json", "new-clients.png", "audit.json", "audit.png")  # of evaluate and audit
 FILES = {
     "recipe.toml",
@@ -31,6 +33,8 @@ FILES = {
     "report.html",
     "sites.json",
     FAILURE,
+    LOGGED,
+    *TOOL_FOLDERS,
     *AFTERWARDS,
 }
 
