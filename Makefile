@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TEST   := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install demo test test-all check bench guard clean
+.PHONY: install demo test test-all check bench guard docs clean
 install: $(READY)
 
 $(READY): pyproject.toml
@@ -36,5 +36,10 @@ bench: $(READY)    ## fedmix beside its peers (installed under .bench/), then ho
 guard: $(READY)    ## fails if a round has become slow beside a plain loop; under a minute
 	$(BIN)/python benchmarks/guard.py
 
+docs: $(READY)     ## the documentation as a site: site/index.html
+	$(BIN)/pip install --quiet --no-cache-dir --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo site/index.html
+
 clean:
-	rm -rf $(VENV) .bench .pytest_tmp build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .bench .pytest_tmp build dist site .cache src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,64 @@
+"""What the documents show: the tutorial runs as it stands, links lead somewhere, the site is built without a warning."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+MADE = {"settings.md"}  # of the site alone (docs/pages.py)
+
+
+def test_the_tutorial_runs_and_finds_the_regions(tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    stored = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
+    assert "image/png" in stored
+    assert str(ROOT) not in stored
+    client = NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    asyncio.run(client.async_execute())  # raises what a cell raises
+    run = tmp_path / "runs" / "tutorial" / "fedmix"
+    names = json.loads((run / "federation.json").read_text())["clients"]
+    q = json.loads((run / "summary.json").read_text())["q_zs"]
+    experts = {(name.split("-")[0], max(range(3), key=row.__getitem__)) for name, row in zip(names, q, strict=True)}
+    assert len(experts) == 3, experts  # one expert for each region
+    assert len({expert for _, expert in experts}) == 3
+    assert (run.parent / "report.html").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target) or path in MADE:
+            continue
+        there = (page.parent / path) if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor and there.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{page.name}: {target}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="pip install 'fedmix[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "eq:" in (tmp_path / "site" / "api.html").read_text()
+    assert "fedmix.eta" in (tmp_path / "site" / "settings.html").read_text()
