@@ -137,7 +137,7 @@ class RunDirectory:
                 "engine": engine,
                 "workers": workers,
                 "device": device,
-                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+                "command": [name if (name := Path(sys.argv[0]).name) != "__main__.py" else "fedmix", *sys.argv[1:]],
             }
         )
         packages = {name: version(name) for name in ("fedmix", "torch", "numpy", "safetensors")}

@@ -2,13 +2,14 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedmix.report.audit import draw_audit
 from fedmix.report.evaluation import draw_new_clients
-from fedmix.report.gather import Run
+from fedmix.report.gather import Run, groups
 from fedmix.report.numbers import page_data
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]  # Okabe and Ito
@@ -43,25 +44,33 @@ def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
         _curves(data, "communication round", "gradient divergence", _every("round"), _every("divergence"), 10),
     )
     keep("communication", _curves(data, "communication round", "MiB of a round", _every("round"), _every("mib")))
-    for i, own in enumerate(data["runs"]):
-        number = f"-{i + 1}" if len(data["runs"]) > 1 else ""
-        keep(f"q-clients{number}", _maps(own, "zs"))
-        keep(f"q-side{number}", _maps(own, "zc"))
-        keep(f"experts{number}", _use(own))
     keep("clients", _clients(data))
     keep("sweep", _sweep(data))
-    for i, run in enumerate(runs):
-        number = f"-{i + 1}" if len(runs) > 1 else ""
+    ordered = [run for group in groups(runs) for run in group.runs]  # as in data["runs"]
+    for run, own, of in zip(ordered, data["runs"], _slugs(data["runs"]), strict=True):
+        keep(f"q-clients{of}", _maps(own, "zs"))
+        keep(f"q-side{of}", _maps(own, "zc"))
+        keep(f"experts{of}", _use(own))
         for name, found, draw in (("new-clients", run.evaluation, draw_new_clients), ("audit", run.audit, draw_audit)):
             for suffix in ("svg", "png"):
                 if not found:
                     break
-                draw(found, folder / f"{name}{number}.{suffix}")
-                if (folder / f"{name}{number}.{suffix}").exists():
-                    made.append(f"{name}{number}.{suffix}")
+                draw(found, folder / f"{name}{of}.{suffix}")
+                if (folder / f"{name}{of}.{suffix}").exists():
+                    made.append(f"{name}{of}.{suffix}")
     (folder / "table.csv").write_text(table_csv(data), encoding="utf-8")
     (folder / "table.tex").write_text(table_latex(data), encoding="utf-8")
     return [*made, "table.csv", "table.tex"]
+
+
+def _slugs(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What the names of a run's own files end with: nothing, where there is one run."""
+    found: list[str] = []
+    for run in runs if len(runs) > 1 else ():
+        slug = "-" + (re.sub(r"[^a-z0-9.]+", "-", run["name"].lower()).strip("-.")[:60] or "run")
+        again = sum(name == slug or name.startswith(f"{slug}-again") for name in found)
+        found.append(f"{slug}-again{again}" if again else slug)
+    return found or [""] * len(runs)
 
 
 def _of(key: str) -> Series:
@@ -86,8 +95,12 @@ def _plain(axis: Any, x: str, y: str) -> None:
 
 
 def _legend(axis: Any) -> None:
-    if axis.get_legend_handles_labels()[0]:
-        for text in axis.legend(frameon=False, fontsize=8).get_texts():
+    """Above the axes, where it hides nothing."""
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        columns = max(1, min(4, 74 // max(len(label) + 5 for label in labels)))
+        place = {"loc": "outside upper center", "ncols": columns, "frameon": False, "fontsize": 8}
+        for text in axis.figure.legend(handles, labels, **place).get_texts():
             text.set_parse_math(False)
 
 
@@ -180,14 +193,18 @@ def _use(run: dict[str, Any]) -> Any:
 
 
 def _clients(data: dict[str, Any]) -> Any:
-    runs = [run for run in data["runs"] if run["clients"]]
-    if not runs:
+    """A box for each method, over its clients in all its seeds."""
+    values: dict[int, list[float]] = {}
+    for run in data["runs"]:
+        if run["clients"]:
+            values.setdefault(run["group"], []).extend(100 * v for v in run["clients"]["local"] if v is not None)
+    if not values:
         return None
-    figure = _figure(max(4.0, 1.2 * len(runs) + 1.5))
+    figure = _figure(max(4.0, 1.0 * len(values) + 1.5))
     axis = figure.subplots()
-    values = [[100 * v for v in run["clients"]["local"] if v is not None] for run in runs]
-    axis.boxplot(values, widths=0.5, medianprops={"color": COLOURS[1]})
-    axis.set_xticks(range(1, len(runs) + 1), [_short(run["name"], 24) for run in runs], fontsize=8)
+    axis.boxplot(list(values.values()), widths=0.5, medianprops={"color": COLOURS[1]})
+    names = [_short(data["groups"][g], 24) for g in values]
+    axis.set_xticks(range(1, len(values) + 1), names, fontsize=8, rotation=20 if len(values) > 3 else 0)
     for label in axis.get_xticklabels():
         label.set_parse_math(False)
     _plain(axis, "", "local accuracy of a client, %")
