@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedmix.report.text import size
+from fedmix.report.text import printable, size
 
 
 class _Totals:
@@ -31,7 +31,7 @@ def _left_out(line: dict[str, Any]) -> list[str]:
     told = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
     told += [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
     more = [f"and {len(told) - 3} more"] if len(told) > 3 else []
-    return [f"round {line['round']}: {words}" for words in told[:3] + more]
+    return [f"round {line['round']}: {printable(words)}" for words in told[:3] + more]
 
 
 def _percent(value: float | None) -> str:

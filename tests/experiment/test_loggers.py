@@ -122,14 +122,14 @@ def test_a_run_that_has_ended_is_sent_afterwards_and_is_the_same_run(tmp_path):
     assert fedmix("train", str(plain), "--resume", "--log", "tensorboard", "--quiet").stderr == ""
     check_holds(tensorboard(plain), plain, 1e-6)
     again = fedmix("train", str(plain), "--resume", "--log", "tensorboard")
-    assert again.stderr == f"fedmix: tensorboard --logdir {plain / 'tensorboard'}\n"
+    assert again.stderr == f"fedmix: tensorboard --logdir {plain / 'tensorboard'}  (pip install tensorboard)\n"
     check_holds(tensorboard(plain), plain, 1e-6)  # nothing was left to send
     assert train(plain, 3, "--overwrite").returncode == 0
     assert not (plain / "tensorboard").exists()
 
 
 def test_from_python(tmp_path):
-    api.train("digits-skew", out=tmp_path / "run", log="tensorboard", rounds=1, engine="serial")
+    api.train("digits-skew", out=tmp_path / "run", log="tensorboard, ", rounds=1, engine="serial")
     check_holds(tensorboard(tmp_path / "run"), tmp_path / "run", 1e-6)
 
 
@@ -160,8 +160,9 @@ def test_names_are_checked_before_anything_is_trained(tmp_path, monkeypatch):
     assert told.returncode == 2
     assert "pip install 'fedmix[wandb]'" in told.stderr
     assert not out.exists()
+    monkeypatch.undo()
     with pytest.raises(SettingError, match="must be one of"):
-        api.train("digits-skew", out=out, log=["wandb ", "nothing"])
+        api.train("digits-skew", out=out, log=["wandb", "nothing"])
 
 
 def test_no_table_and_no_client_is_a_number():

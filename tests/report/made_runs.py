@@ -4,7 +4,7 @@ import json
 
 import fedmix
 
-SETTINGS = {"rounds": 4, "evaluation": {"every": 1, "share_private": True}}
+SETTINGS = {"rounds": 4, "evaluation": {"every": 1, "share_private": True}, "training": {"epochs": 1}}
 
 
 def three_runs(folder):
@@ -12,7 +12,7 @@ def three_runs(folder):
     for algorithm, seed in (("fedmix", 0), ("fedmix", 1), ("fedavg", 0)):
         fedmix.train(
             "digits-permutation",
-            data={"clients": 8, "permutations": 2},
+            data={"clients": 8, "permutations": 2, "share": 0.5},
             algorithm=algorithm,
             seed=seed,
             engine="serial",
@@ -22,12 +22,24 @@ def three_runs(folder):
     return folder
 
 
-def made_up(folder, rounds=20, clients=5, experts=3, every=5, name="made-up", names=None, algorithm="fedmix", **files):
-    """A run directory with smooth numbers in it."""
+def made_up(
+    folder,
+    rounds=20,
+    clients=5,
+    experts=3,
+    every=5,
+    name="made-up",
+    names=None,
+    algorithm="fedmix",
+    seed=0,
+    more="",
+    local=0.8,
+):
+    """A run directory with smooth numbers in it. more: further lines of its recipe."""
     folder.mkdir(parents=True)
     names = names or [f"client {s}" for s in range(clients)]
     (folder / "recipe.toml").write_text(
-        f"name = {json.dumps(name)}\nalgorithm = {json.dumps(algorithm)}\nrounds = {rounds}\nseed = 0\n"
+        f"name = {json.dumps(name)}\nalgorithm = {json.dumps(algorithm)}\nrounds = {rounds}\nseed = {seed}\n{more}"
     )
     (folder / "environment.json").write_text(
         json.dumps({"packages": {"fedmix": "0"}, "sessions": [{"command": ["fedmix", "train"], "engine": "local"}]})
@@ -51,10 +63,8 @@ def made_up(folder, rounds=20, clients=5, experts=3, every=5, name="made-up", na
                 score = {"mean": t / rounds, "std": 0.1, "worst_decile": 0.1}
                 line |= {"accuracy": {"local": score, "server": score, "global": None}, "q_zs": q, "q_zc": q[:2]}
             file.write(json.dumps(line) + "\n")
-    scores = {"accuracy": {"mean": 0.8, "std": 0.1, "worst_decile": 0.5}, "ece": {"mean": 0.1}, "nll": {"mean": 0.4}}
-    each = {kind: dict.fromkeys(names, 0.8) for kind in ("local", "server")}
+    scores = {"accuracy": {"mean": local, "std": 0.1, "worst_decile": 0.5}, "ece": {"mean": 0.1}, "nll": {"mean": 0.4}}
+    each = {kind: dict.fromkeys(names, local) for kind in ("local", "server")}
     summary = {"scores": {"local": scores, "server": scores, "global": None}, "accuracy_of_clients": each, "q_zs": q}
     (folder / "summary.json").write_text(json.dumps(summary))
-    for file, text in files.items():
-        (folder / file.replace("_", ".", 1)).write_text(text)
     return folder

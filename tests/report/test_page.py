@@ -6,7 +6,7 @@ import time
 
 import pytest
 from made_runs import made_up, three_runs
-from test_report import watched
+from test_report import cut, watched
 
 from fedmix.report.gather import gather
 from fedmix.report.page import report
@@ -150,6 +150,60 @@ def test_the_table_sorts_and_can_be_taken_along(browser, page_file, tmp_path):
             assert loaded.value.suggested_filename == name
             loaded.value.save_as(tmp_path / name)
             assert words in (tmp_path / name).read_text()
+
+
+def test_seeds_are_averaged_over_the_same_rounds(browser, tmp_path):
+    for seed in (0, 1):
+        made_up(tmp_path / "runs" / f"seed{seed}", rounds=900, seed=seed)
+    cut(tmp_path / "runs" / "seed1", 450)
+    (tmp_path / "page.html").write_text(report(gather([str(tmp_path / "runs")])))
+    with Opened(browser, f"file://{tmp_path}/page.html") as opened:
+        opened.page.select_option("#measure", "loss")
+        x, y = (opened.curve(of=axis)[-1] for axis in "xy")
+        assert x[-1] == 900
+        assert y[-1] == pytest.approx(2 / 899, rel=0.01)  # of one seed alone, rounds 898 to 900
+        assert y[x.index(450)] == pytest.approx(2 / 449, rel=0.01)
+        assert opened.errors == []
+
+
+def test_long_names_that_begin_alike_stay_apart_and_every_method_has_its_clients(browser, tmp_path):
+    for n in range(3):
+        made_up(tmp_path / "runs" / f"run{n}", more=f'[data]\nside = "{"long " * 20}{n}"\n', local=0.5 + n / 10)
+    made_up(tmp_path / "runs" / "avg", algorithm="fedavg", local=0.3)
+    federation = json.loads((tmp_path / "runs" / "avg" / "federation.json").read_text())
+    federation["labels"] = ["the same beginning, one", "the same beginning, two"]
+    (tmp_path / "runs" / "avg" / "federation.json").write_text(json.dumps(federation))
+    (tmp_path / "page.html").write_text(report(gather([str(tmp_path / "runs")])))
+    with Opened(browser, f"file://{tmp_path}/page.html") as opened:
+        page = opened.page
+        assert [set(x) for x in opened.curve("spread", "x")] == [{0}, {1}, {2}, {3}]
+        assert len(set(page.evaluate("document.getElementById('curves').data.map(t => t.name)"))) == 4
+        page.select_option("#of", label="FedAvg")
+        assert "FedAvg" in page.inner_text("#worst-title")
+        assert "30.0" in page.inner_text("#worst")
+        assert opened.curve("one", "x")[0] == [0, 1]
+        assert opened.errors == []
+
+
+def test_what_was_hidden_or_zoomed_into_stays_so(browser, page_file):
+    with Opened(browser, page_file.as_uri()) as opened:
+        page = opened.page
+        page.locator("#curves .legendtoggle").first.click()
+        page.wait_for_timeout(800)  # a second click might follow, Plotly thinks
+        box = page.locator("#curves .nsewdrag").bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 20, steps=5)
+        page.mouse.up()
+        look = (
+            "(gd => [gd._fullLayout.xaxis.range, gd._fullData.map(t => t.visible)])(document.getElementById('curves'))"
+        )
+        page.wait_for_timeout(500)
+        before = page.evaluate(look)
+        assert "legendonly" in before[1]
+        assert before[0][0] > 1.2, "nothing was zoomed into"
+        slide(page, "smooth", 5)
+        assert page.evaluate(look) == before
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -1,6 +1,8 @@
 """The report's numbers: what is read of run directories, whatever state they are in, and what is said of it."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -62,13 +64,85 @@ def test_curves_and_maps_are_what_the_metrics_say(runs):
 
 def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path):
     for eta in (0.0, 0.5, 0.9):
-        folder = made_up(tmp_path / f"eta-{eta}")
-        with open(folder / "recipe.toml", "a") as file:
-            file.write(f"[fedmix]\neta = {eta}\n")
+        made_up(tmp_path / f"eta-{eta}", more=f"[fedmix]\neta = {eta}\n")
     made = groups(gather([str(tmp_path)]))
     assert [group.name for group in made] == ["FedMix, eta 0.0", "FedMix, eta 0.5", "FedMix, eta 0.9"]
     assert differing([group.runs for group in made]) == ["fedmix.eta"]
-    assert page_data(gather([str(tmp_path)]))["sweep"]["values"] == [0.0, 0.5, 0.9]
+    (line,) = page_data(gather([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
+    assert line["values"] == [0.0, 0.5, 0.9]
+
+
+def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(tmp_path):
+    for eta, experts, local in ((0.0, 2, 0.7), (0.9, 2, 0.6), (0.0, 4, 0.9), (0.9, 4, 0.8)):
+        more = f"[fedmix]\neta = {eta}\nexperts = {experts}\n"
+        made_up(tmp_path / f"{eta}-{experts}", more=more, local=local)
+    made_up(tmp_path / "fedavg", algorithm="fedavg", local=0.5)
+    own = page_data(gather([str(tmp_path)]))["sweep"]
+    assert list(own["keys"]) == ["fedmix.eta", "fedmix.experts"]
+    assert [(line["name"], line["values"]) for line in own["keys"]["fedmix.eta"]] == [
+        ("experts 2", [0.0, 0.9]),
+        ("experts 4", [0.0, 0.9]),
+    ]
+    assert [row["local"][0] for row in own["keys"]["fedmix.experts"][0]["rows"]] == [70, 90]
+    assert [(row["method"], row["local"][0]) for row in own["beside"]] == [("FedAvg", 50)]
+    made = draw_figures(gather([str(tmp_path / "0.0-2"), str(tmp_path / "0.9-2")]), tmp_path / "figures")
+    assert {"sweep.svg", "sweep.png", "q-clients-fedmix-eta-0.0.png"} <= set(made)
+
+
+def cut(folder, rounds):
+    """As if it had been stopped there."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:rounds]))
+    (folder / "summary.json").unlink()
+
+
+def test_only_seeds_that_have_ended_are_results(tmp_path):
+    for seed in range(3):
+        made_up(tmp_path / f"mix-{seed}", seed=seed, local=0.8 + seed / 100)
+        made_up(tmp_path / f"avg-{seed}", seed=seed, local=0.7, algorithm="fedavg")
+    cut(tmp_path / "mix-2", 10)
+    made = groups(gather([str(tmp_path)]))
+    row = table(made)[0]
+    assert row["method"] == "FedMix (2 of 3 seeds)"
+    assert row["local"] == pytest.approx([80.5, 0.5])
+    assert row["GiB"] == pytest.approx(20 * 2 / 1024)
+    assert row["rounds"] == 20
+    verdict = glance(made)["verdict"]
+    assert verdict.startswith("FedMix won: local accuracy 80.5 ± 0.5 %, 10.5 points before FedAvg")
+    assert "2 of 3 seeds and 3 seeds" in verdict
+
+
+def test_a_copy_is_no_seed_and_another_number_of_rounds_no_seed_either(tmp_path):
+    made_up(tmp_path / "a", local=0.8)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    made_up(tmp_path / "c", rounds=10, seed=1)
+    made = groups(gather([str(tmp_path), str(tmp_path / "a")]))
+    assert [group.name for group in made] == ["FedMix, rounds 20", "FedMix, rounds 10"]
+    assert [group.seeds for group in made] == ["one seed", "one seed"]
+    (wrong,) = glance(made)["wrong"]
+    assert wrong["what"].endswith("/a, and was left out")
+
+
+def test_a_verdict_says_no_more_than_is_known(tmp_path):
+    def verdict(*names):
+        return glance(groups(gather([str(tmp_path / name) for name in names])))["verdict"]
+
+    made_up(tmp_path / "mix0", local=0.80)
+    made_up(tmp_path / "mix1", local=0.84, seed=1)
+    made_up(tmp_path / "avg0", local=0.81, algorithm="fedavg")
+    made_up(tmp_path / "avg1", local=0.815, algorithm="fedavg", seed=1)
+    made_up(tmp_path / "else", more='[data]\nsource = "other"\n', algorithm="fedavg")
+    assert "are level, within the spread over seeds" in verdict("mix0", "mix1", "avg0", "avg1")
+    assert "one seed: how much another seed would change is not known" in verdict("mix1", "avg0")
+    assert "nobody won" in verdict("mix0", "else")
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
+    made_up(tmp_path / "run", name="a\x1b[31mred", names=["b\x1b]0;x\x07", *"cdef"])
+    done = fedmix("show", str(tmp_path / "run"))
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "a\ufffd[31mred" in done.stdout
 
 
 def test_what_went_wrong_is_said_first(tmp_path):
@@ -84,6 +158,27 @@ def test_what_went_wrong_is_said_first(tmp_path):
     assert "collapsed" in told
 
 
+def write(name, text, mode="w"):
+    def spoil(folder):
+        with open(folder / name, mode) as file:
+            file.write(text)
+
+    return spoil
+
+
+ODD = {
+    "evaluation.json is not": write("evaluation.json", '{"new_clients":{"labelled":[{"points":5}]}}'),
+    "audit.json is not": write("audit.json", '{"true":[[1]],"attacks":{"start":null}}'),
+    "federation.json is not": write("federation.json", '{"clients": 5}'),
+    "metrics.jsonl is not": write(
+        "metrics.jsonl",
+        '{"round":21,"bytes_down":1,"bytes_up":1,"accuracy":{"local":{"mean":"x"}},"warnings":7,"expert_use":3}\n',
+        "a",
+    ),
+    "after round 20": write("metrics.jsonl", '{"round":21,"bytes_down":null,"bytes_up":1}\n', "a"),
+}
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -91,9 +186,10 @@ def test_what_went_wrong_is_said_first(tmp_path):
         (lambda f: (f / "metrics.jsonl").write_text((f / "metrics.jsonl").read_text()[:-30]), "cannot be read"),
         (lambda f: (f / "metrics.jsonl").unlink(), None),
         (lambda f: (f / "environment.json").unlink(), "environment.json is missing"),
-        (lambda f: (f / "federation.json").write_text("{"), "federation.json is damaged"),
-        (lambda f: (f / "summary.json").write_text("[1, 2]"), "unfinished"),
-        (lambda f: (f / "evaluation.json").write_text("{}"), None),
+        (write("federation.json", "{"), "federation.json is damaged"),
+        (write("summary.json", "[1, 2]"), "unfinished"),
+        (write("evaluation.json", "{}"), None),
+        *((spoil, words) for words, spoil in ODD.items()),
     ],
 )
 def test_a_run_in_any_state_gives_a_page_that_says_so(spoil, words, tmp_path):
@@ -101,9 +197,25 @@ def test_a_run_in_any_state_gives_a_page_that_says_so(spoil, words, tmp_path):
     spoil(folder)
     done = fedmix("report", str(folder))
     assert done.returncode == 0, done.stderr
-    told = [row["what"] for row in glance(groups(gather([str(folder)])))["wrong"]]
-    assert words is None or any(words in what for what in told)
+    told = [row["what"] for row in page_data(gather([str(folder)]))["glance"]["wrong"]]
+    assert words is None or any(words in what for what in told), told
     assert fedmix("show", str(folder)).returncode == 0
+
+
+def test_figures_of_odd_files_are_left_out(tmp_path):
+    folder = made_up(tmp_path / "run")
+    for spoil in ODD.values():
+        spoil(folder)
+    assert fedmix("figures", str(folder), "--out", str(tmp_path / "figures")).returncode == 0
+
+
+def test_a_recipe_without_whole_numbers_is_refused_in_one_line(tmp_path):
+    folder = made_up(tmp_path / "run")
+    (folder / "recipe.toml").write_text('rounds = "many"\n')
+    for command in ("report", "show"):
+        done = fedmix(command, str(folder))
+        assert done.returncode == 2
+        assert "rounds of recipe.toml must be a whole number" in done.stderr
 
 
 def test_names_cannot_leave_their_place(tmp_path):
@@ -151,6 +263,7 @@ def test_reports_are_where_one_looks_for_them(runs, tmp_path):
     out = tmp_path / "deep" / "page.html"
     assert fedmix("report", str(runs), "--out", str(out)).returncode == 0
     assert fedmix("report", str(runs), "--out", str(out)).returncode == 2
+    assert "is a folder" in fedmix("report", str(runs), "--out", str(tmp_path), "--overwrite").stderr
     refused = fedmix("report", str(tmp_path))
     assert refused.returncode == 2
     assert "must be a run directory" in refused.stderr
@@ -185,6 +298,7 @@ def get(url, **headers):
 
 def test_watch_serves_this_machine_alone_and_follows_the_run(tmp_path):
     folder = made_up(tmp_path / "run", rounds=20)
+    made_up(tmp_path / "run2")
     whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(whole[:10]))
     with watched(str(folder)) as (url, _):
@@ -196,9 +310,15 @@ def test_watch_serves_this_machine_alone_and_follows_the_run(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(whole[:15]))
         second = json.loads(get(f"{url}data.json?known={first['version']}")[1])
         assert second["curves"][0][0]["every"]["round"][-1] == 15
-        (folder / "recipe.toml").unlink()  # the run is being started again
-        assert json.loads(get(f"{url}data.json")[1])["version"] == second["version"]
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            get(url, Host="evil.example:80")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(f"{url}recipe.toml")
+        (folder / "recipe.toml").unlink()  # the run is being started again
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            get(f"{url}data.json")
+        assert json.loads(re.search(rb'json">(.*?)</script>', get(url)[1])[1])["version"] == second["version"]
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get(url, Host="evil.example:80")
+        assert get(url, Host="127.0.0.1")[0] == 200  # as a browser asks on port 80
+        taken = fedmix("watch", str(folder.parent / "run2"), "--port", url.split(":")[2].strip("/"))
+        assert taken.returncode == 2
+        assert "--port" in taken.stderr

@@ -92,7 +92,7 @@ def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
     from fedmix.experiment.loggers import check_tools, logging_to
     from fedmix.progress import progress
 
-    quiet, tools = args.quiet, check_tools(names_in(args.log))
+    quiet, tools = args.quiet, check_tools(args.log)
     title = f"{recipe.algorithm}, seed {recipe.seed}"
     with progress(title, quiet) as bar, logging_to(tools, out, recipe, say, bar, told_unless(quiet)) as told:
         submission = Submission(folder, recipe, out, args.data_dir, args.wait, told, told_unless(quiet))

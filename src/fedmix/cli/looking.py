@@ -1,6 +1,5 @@
 """Commands that look at a run, or at data before it is trained on."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +91,8 @@ def report(args: Any) -> int:
     from fedmix.report.page import report as made
 
     out = Path(args.out or Path(args.runs[0]) / "report.html")
+    if out.is_dir():
+        raise SettingError(f"--out must be a file. {out} is a folder; try {out / 'report.html'}.")
     if args.out and out.exists() and not args.overwrite:
         raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
     text = made(gather(args.runs))
@@ -106,8 +107,14 @@ def watch(args: Any) -> int:
 
     if not 0 <= args.port < 65536:
         raise SettingError(f"--port must be from 0 to 65535. Got {args.port} instead.")
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         serve(args.runs, args.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        raise SettingError(
+            f"--port {args.port} cannot be used ({error.strerror}); choose another, or 0 for any."
+        ) from error
     return 0
 
 

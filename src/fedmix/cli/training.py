@@ -42,7 +42,7 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     from fedmix.experiment.run import Stopped, check, run
     from fedmix.progress import progress
 
-    tools = check_tools(names_in(args.log))
+    tools = check_tools(args.log)
     experiment = build(recipe, data_dir=args.data_dir)
     check(experiment, args.engine, args.workers, args.device)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)

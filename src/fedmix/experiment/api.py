@@ -34,7 +34,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     watch: Callable[[Progress], None] | None = None,
-    log: str | Sequence[str] = (),
+    log: str | Sequence[str] | None = None,
     **settings: Any,
 ) -> TrainedRun:
     """Train, and give back the trained run.
@@ -48,7 +48,7 @@ def train(
     if isinstance(model, dict):
         settings["model"], model = model, None
     effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
-    tools = check_tools(log.split(",") if isinstance(log, str) and log else log)
+    tools = check_tools(log)
     experiment = build(effective, federation, model, data_dir)
     check(experiment, engine, workers, device)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)

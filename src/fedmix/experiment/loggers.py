@@ -43,7 +43,7 @@ class TensorBoard:
     def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
         from tensorboardX import SummaryWriter
 
-        self.id, self.where = id or path.name, f"tensorboard --logdir {path / 'tensorboard'}"
+        self.id, self.where = id or path.name, f"tensorboard --logdir {path / 'tensorboard'}  (pip install tensorboard)"
         own = f".{uuid.uuid4().hex[:8]}"  # a session of the same second must not write over the one before
         self._writer = SummaryWriter(str(path / "tensorboard"), filename_suffix=own)
         if id is None:
@@ -73,7 +73,8 @@ class Mlflow:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path.resolve().parent / 'mlflow.db'}"
-        self.where = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
+        local = f"mlflow ui --backend-store-uri {uri}  (pip install mlflow)"
+        self.where = local if uri.startswith("sqlite:") else f"MLflow: {uri}"
         self._client = MlflowClient(tracking_uri=uri)
         if id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe.name
@@ -136,14 +137,15 @@ TOOLS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Tool]]] = {
 }
 
 
-def check_tools(names: Iterable[str]) -> list[str]:
-    """The names, each once, if they are known and installed."""
-    found = list(dict.fromkeys(names))
+def check_tools(given: str | Iterable[str] | None) -> list[str]:
+    """The names, with commas or one by one, each once, if they are known and installed."""
+    names = given.split(",") if isinstance(given, str) else given or ()
+    found = list(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in found:
         if name not in TOOLS:
-            raise SettingError(one_of("--log", name, TOOLS))
+            raise SettingError(one_of("log", name, TOOLS))
         if find_spec(TOOLS[name][0]) is None:
-            raise SettingError(f"--log {name} needs its client; install it with: pip install 'fedmix[{name}]'.")
+            raise SettingError(f"log {name} needs its client; install it with: pip install 'fedmix[{name}]'.")
     return found
 
 

@@ -1,5 +1,6 @@
 """Figures fit for a paper, from the same numbers as the page: each as SVG and PNG, tables as CSV and LaTeX."""
 
+import contextlib
 import csv
 import io
 import re
@@ -9,13 +10,15 @@ from typing import Any
 
 from fedmix.report.audit import draw_audit
 from fedmix.report.evaluation import draw_new_clients
-from fedmix.report.gather import Run, groups
-from fedmix.report.numbers import page_data
+from fedmix.report.gather import ODD, Run, groups
+from fedmix.report.numbers import page_data, short_names
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]  # Okabe and Ito
 DPI = 200
+STYLES = ["-", "--", ":", "-."]  # when colours have run out
 PANELS = 5  # maps beside each other
-Series = Callable[[dict[str, Any]], list[float | None]]
+WINDOW = 10  # rounds of the sliding window over divergence
+Series = Callable[[dict[str, Any]], list[Any]]
 
 
 def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
@@ -37,15 +40,17 @@ def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
         ("global", "global accuracy, %"),
     ):
         for over, axis in (("round", "communication round"), ("gib", "GiB sent, down and up")):
-            keep(f"{kind}-over-{over}s", _curves(data, axis, what, _of(over), _of(kind)))
-    keep("loss", _curves(data, "communication round", "training loss", _every("round"), _every("loss")))
-    keep(
-        "divergence",
-        _curves(data, "communication round", "gradient divergence", _every("round"), _every("divergence"), 10),
-    )
-    keep("communication", _curves(data, "communication round", "MiB of a round", _every("round"), _every("mib")))
+            keep(f"{kind}-over-{over}s", _curves(data, axis, what, _of(over), _of(kind), _of("round")))
+    for name, what, key, rounds in (
+        ("loss", "training loss", "loss", 1),
+        ("divergence", "gradient divergence", "divergence", WINDOW),
+        ("communication", "MiB of a round", "mib", 1),
+    ):
+        when = _every("round")
+        keep(name, _curves(data, "communication round", what, when, _every(key), when, rounds))
     keep("clients", _clients(data))
-    keep("sweep", _sweep(data))
+    for key in (data["sweep"] or {"keys": {}})["keys"]:
+        keep("sweep" if len(data["sweep"]["keys"]) == 1 else f"sweep-{key.split('.')[-1]}", _sweep(data["sweep"], key))
     ordered = [run for group in groups(runs) for run in group.runs]  # as in data["runs"]
     for run, own, of in zip(ordered, data["runs"], _slugs(data["runs"]), strict=True):
         keep(f"q-clients{of}", _maps(own, "zs"))
@@ -55,7 +60,8 @@ def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
             for suffix in ("svg", "png"):
                 if not found:
                     break
-                draw(found, folder / f"{name}{of}.{suffix}")
+                with contextlib.suppress(*ODD):  # a file that is not as it should be: the page says so
+                    draw(found, folder / f"{name}{of}.{suffix}")
                 if (folder / f"{name}{of}.{suffix}").exists():
                     made.append(f"{name}{of}.{suffix}")
     (folder / "table.csv").write_text(table_csv(data), encoding="utf-8")
@@ -104,34 +110,42 @@ def _legend(axis: Any) -> None:
             text.set_parse_math(False)
 
 
-def _curves(data: dict[str, Any], x: str, y: str, at: Series, of: Series, window: int = 1) -> Any:
-    """Mean over seeds, with a band of one standard deviation."""
+def _curves(data: dict[str, Any], x: str, y: str, at: Series, of: Series, when: Series, window: int = 1) -> Any:
+    """Mean over seeds of the same rounds (`when`), with a band of one standard deviation. window: in rounds."""
     figure = _figure()
     axis = figure.subplots()
     drawn = False
     for g, seeds in enumerate(data["curves"]):
-        rows = [(at(s), _slid(of(s), window)) for s in seeds if any(v is not None for v in of(s))]
+        rows = [
+            ({t: i for i, t in enumerate(when(s))}, at(s), _slid(of(s), max(1, round(window / s["every"]["step"]))))
+            for s in seeds
+            if any(v is not None for v in of(s))
+        ]
         if not rows:
             continue
         drawn = True
-        count = min(len(values) for _, values in rows)
         places, mean, low, high = [], [], [], []
-        for i in range(count):
-            known = [values[i] for _, values in rows if values[i] is not None]
+        for t in sorted({t for rounds, _, _ in rows for t in rounds}):
+            known = [
+                (xs[i], ys[i]) for rounds, xs, ys in rows if (i := rounds.get(t)) is not None and ys[i] is not None
+            ]
             if known:
-                m = sum(known) / len(known)
-                s = (sum((v - m) ** 2 for v in known) / len(known)) ** 0.5
-                places.append(rows[0][0][i])
+                m = sum(y for _, y in known) / len(known)
+                s = (sum((y - m) ** 2 for _, y in known) / len(known)) ** 0.5
+                places.append(sum(x for x, _ in known) / len(known))
                 mean.append(m)
                 low.append(m - s)
                 high.append(m + s)
         colour = COLOURS[g % len(COLOURS)]
         marker = "o" if len(places) < 40 else ""
-        axis.plot(places, mean, color=colour, label=_short(data["groups"][g]), marker=marker, ms=3, lw=1.4)
+        style = STYLES[g // len(COLOURS) % len(STYLES)]
+        axis.plot(places, mean, style, color=colour, label=data["short"][g], marker=marker, ms=3, lw=1.4)
         if len(rows) > 1:
             axis.fill_between(places, low, high, color=colour, alpha=0.18, lw=0)
     if not drawn:
         return None
+    if at(data["curves"][0][0]) is when(data["curves"][0][0]):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     _plain(axis, x, y)
     _legend(axis)
     return figure
@@ -153,7 +167,7 @@ def _maps(run: dict[str, Any], key: str) -> Any:
     frames = maps["frames"]
     picked = sorted({round(i * (len(frames) - 1) / (PANELS - 1)) for i in range(PANELS)})
     rows = maps["clients"] if key == "zs" else maps["values"]
-    grouped = int(key == "zs" and bool(maps["groups"]))
+    grouped = int((key == "zs" or maps["side"] == "client") and bool(maps["groups"]))
     ratio = [0.18] * grouped + [1.0] * len(picked)
     figure = _figure(1.3 * len(picked) + 1.4, min(6.0, 1.4 + 0.12 * len(rows)))
     axes = figure.subplots(1, len(ratio), squeeze=False, width_ratios=ratio)[0]
@@ -161,7 +175,8 @@ def _maps(run: dict[str, Any], key: str) -> Any:
         axes[0].imshow(
             [[g] for g in maps["groups"]], cmap="tab10", vmin=0, vmax=9, aspect="auto", interpolation="nearest"
         )
-        axes[0].set(xticks=[], yticks=[], title="true\ngroup")
+        axes[0].set(xticks=[], yticks=[])
+        axes[0].set_title("true\ngroup", fontsize=8, loc="left")
     for axis, i in zip(axes[grouped:], picked, strict=True):
         image = axis.imshow(frames[i][key], cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axis.set_title(f"round {frames[i]['round']}", fontsize=8)
@@ -173,7 +188,7 @@ def _maps(run: dict[str, Any], key: str) -> Any:
         first.set_yticks(range(len(rows)), [_short(name, 16) for name in rows], fontsize=7)
         for label in first.get_yticklabels():
             label.set_parse_math(False)
-    first.set_ylabel("client" if key == "zs" else maps["side"])
+    (axes[0] if grouped else first).set_ylabel("client" if key == "zs" else maps["side"])
     figure.colorbar(image, ax=axes[-1], label="q(z|s)" if key == "zs" else "q(z|c)")
     return figure
 
@@ -203,7 +218,7 @@ def _clients(data: dict[str, Any]) -> Any:
     figure = _figure(max(4.0, 1.0 * len(values) + 1.5))
     axis = figure.subplots()
     axis.boxplot(list(values.values()), widths=0.5, medianprops={"color": COLOURS[1]})
-    names = [_short(data["groups"][g], 24) for g in values]
+    names = short_names([data["groups"][g] for g in values], 24)
     axis.set_xticks(range(1, len(values) + 1), names, fontsize=8, rotation=20 if len(values) > 3 else 0)
     for label in axis.get_xticklabels():
         label.set_parse_math(False)
@@ -211,19 +226,23 @@ def _clients(data: dict[str, Any]) -> Any:
     return figure
 
 
-def _sweep(data: dict[str, Any]) -> Any:
-    own = data["sweep"]
-    if not own:
-        return None
+def _sweep(own: dict[str, Any], key: str) -> Any:
+    """All accuracies of one line, or local accuracy of several; other methods as lines without a slope."""
+    lines = own["keys"][key]
     figure = _figure()
     axis = figure.subplots()
-    for i, kind in enumerate(("local", "server", "global")):
-        known = [(x, row[kind]) for x, row in zip(own["values"], own["rows"], strict=True) if row[kind]]
+    kinds = ("local", "server", "global") if len(lines) == 1 else ("local",)
+    for i, (line, kind) in enumerate((line, kind) for line in lines for kind in kinds):
+        known = [(x, row[kind]) for x, row in zip(line["values"], line["rows"], strict=True) if row[kind]]
         if known:
             spread = [value[1] or 0 for _, value in known]
-            mean = [value[0] for _, value in known]
-            axis.errorbar([x for x, _ in known], mean, yerr=spread, fmt="o-", color=COLOURS[i], label=kind, capsize=3)
-    _plain(axis, own["key"], "test accuracy, %")
+            look = {"fmt": "o-", "color": COLOURS[i % len(COLOURS)], "label": line["name"] or kind, "capsize": 3}
+            axis.errorbar([x for x, _ in known], [value[0] for _, value in known], yerr=spread, **look)
+    for i, row in enumerate(own["beside"]):
+        if row["local"]:
+            style = STYLES[1 + i % (len(STYLES) - 1)]
+            axis.axhline(row["local"][0], color=COLOURS[7], ls=style, label=f"{_short(row['method'])}, local")
+    _plain(axis, key, "test accuracy, %" if len(lines) == 1 else "local test accuracy, %")
     _legend(axis)
     return figure
 
@@ -262,7 +281,9 @@ def table_latex(data: dict[str, Any]) -> str:
             return "--"
         if isinstance(value, list):
             return f"{value[0]:.2f}" + (f" $\\pm$ {value[1]:.2f}" if value[1] is not None else "")
-        return f"{value:.2f}" if isinstance(value, float) else "".join(_LATEX.get(c, c) for c in str(value))
+        if isinstance(value, float):
+            return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+        return "".join(_LATEX.get(c, c) for c in str(value))
 
     head = " & ".join(cell(name) for name in ["method", *data["columns"]])
     body = [" & ".join(map(cell, row)) + r" \\" for row in _cells(data)]

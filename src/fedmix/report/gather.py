@@ -2,15 +2,18 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedmix.errors import RunError
-from fedmix.report.text import GIB, NAMES, duration, size
+from fedmix.report.text import GIB, NAMES, duration, printable, scaled_down, size
 
-IGNORED = ("seed", "name", "description", "rounds")  # what does not make two runs different methods
+T = TypeVar("T")
+
+IGNORED = ("seed", "name", "description")  # what does not make two runs different methods
+ODD = (KeyError, TypeError, AttributeError, ValueError, IndexError)  # what a file that is not as it should be raises
 LEVEL = 0.0005  # a lead that rounds to nothing
 FINAL = ("local", "server", "global")
 
@@ -29,6 +32,10 @@ class Run:
     evaluation: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
     troubles: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.summary is not None
 
     @property
     def method(self) -> str:
@@ -81,11 +88,29 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
                 f"{given} must be a run directory, or hold some. It has no recipe.toml, nor has a folder in it."
             )
         found += below
-    return list(dict.fromkeys(found))
+    return list({path.resolve(): path for path in found}.values())
 
 
 def gather(paths: Sequence[str]) -> list[Run]:
-    return [read_run(path) for path in find_runs(paths)]
+    """Every run, each seed of a method once: a copy would look like evidence."""
+    runs: dict[tuple[str, int], Run] = {}
+    for path in find_runs(paths):
+        run = read_run(path)
+        first = runs.setdefault((json.dumps(run.settings, sort_keys=True, default=str), run.seed), run)
+        if first is not run:
+            first.troubles.append(f"{run.path} has the same settings and seed as {first.path}, and was left out")
+    return list(runs.values())
+
+
+def part_of(run: Run, file: str, work: Callable[[Run], T], otherwise: T) -> T:
+    """What `work` makes of a run; where a file of it is not as it should be, that is said, and `otherwise` is given."""
+    try:
+        return work(run)
+    except ODD:
+        told = f"{file} is not as it should be; what could not be read was left out"
+        if told not in run.troubles:
+            run.troubles.append(told)
+        return otherwise
 
 
 def read_run(path: Path) -> Run:
@@ -94,6 +119,10 @@ def read_run(path: Path) -> Run:
         recipe = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} must be a run directory. Its recipe.toml cannot be read ({error}).") from error
+    for key in ("rounds", "seed"):
+        if not isinstance(recipe.get(key, 0), int):
+            raise RunError(f"{path}: {key} of recipe.toml must be a whole number. Got {recipe[key]!r} instead.")
+    recipe = printable(recipe)
     troubles: list[str] = []
 
     def read(name: str, must: bool) -> Any:
@@ -107,7 +136,7 @@ def read_run(path: Path) -> Run:
         except (OSError, ValueError):
             troubles.append(f"{name} is damaged and was left out")
             return None
-        return found if isinstance(found, dict) else None
+        return printable(found) if isinstance(found, dict) else None
 
     lines = _lines(path / "metrics.jsonl", troubles)
     run = Run(
@@ -134,22 +163,26 @@ def _lines(file: Path, troubles: list[str]) -> list[dict[str, Any]]:
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-            if not isinstance(line["round"], int) or not {"bytes_down", "bytes_up"} <= line.keys():
+            if not all(isinstance(line[key], int) for key in ("round", "bytes_down", "bytes_up")):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             troubles.append(f"metrics.jsonl: a line after round {found[-1]['round'] if found else 0} cannot be read")
             continue
-        found.append(line)
+        found.append(line | {key: printable(line[key]) for key in ("warnings", "refused", "absent") if key in line})
     return found
 
 
 def _what_went_wrong(run: Run) -> list[str]:
-    told = []
+    told: list[str] = []
     rounds, reached = run.recipe.get("rounds", 0), run.lines[-1]["round"] if run.lines else 0
     if run.summary is None:
         told.append(f"unfinished: round {reached:,} of {rounds:,}")
-    last = {w.split(":")[0]: w for line in run.lines for w in line.get("warnings", [])}
-    told += list(last.values())
+    told += part_of(run, "metrics.jsonl", _of_rounds, [])
+    return told
+
+
+def _of_rounds(run: Run) -> list[str]:
+    told = list({w.split(":")[0]: w for line in run.lines for w in line.get("warnings", [])}.values())
     for kind, words in (("refused", "refused replies"), ("absent", "missing clients")):
         rows = [(line["round"], row) for line in run.lines for row in line.get(kind, [])]
         if rows:
@@ -164,6 +197,16 @@ class Group:
 
     name: str
     runs: list[Run]
+
+    @property
+    def ended(self) -> list[Run]:
+        return [run for run in self.runs if run.ended]
+
+    @property
+    def seeds(self) -> str:
+        """How many of its seeds have a result."""
+        ended, all_ = len(self.ended), len(self.runs)
+        return f"{all_} seeds" if ended == all_ > 1 else f"{ended} of {all_} seeds" if all_ > 1 else "one seed"
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -225,13 +268,15 @@ def table(made: Sequence[Group]) -> list[dict[str, Any]]:
     """A row for each group: the columns of `compare`, calibration, what was spent."""
     rows = []
     for group in made:
-        row: dict[str, Any] = {"method": group.name, "seeds": len(group.runs)}
+        told = group.ended or group.runs
+        name = group.name if len(told) == len(group.runs) else f"{group.name} ({group.seeds})"
+        row: dict[str, Any] = {"method": name, "seeds": len(told)}
         for column, (kind, measure, what, factor) in COLUMNS.items():
             found = spread([run.final(kind, measure, what) for run in group.runs])
             row[column] = None if found is None else [factor * found[0], found[1] and factor * found[1]]
-        row["rounds"] = max((run.lines[-1]["round"] for run in group.runs if run.lines), default=0)
-        row["GiB"] = sum(run.bytes for run in group.runs) / GIB / len(group.runs)
-        row["minutes"] = sum(run.seconds for run in group.runs) / 60 / len(group.runs)
+        row["rounds"] = max((run.lines[-1]["round"] for run in told if run.lines), default=0)
+        row["GiB"] = sum(run.bytes for run in told) / GIB / len(told)
+        row["minutes"] = sum(run.seconds for run in told) / 60 / len(told)
         rows.append(row)
     return rows
 
@@ -245,35 +290,56 @@ def glance(made: Sequence[Group]) -> dict[str, Any]:
         verdict = "No run has ended yet: there is no result on test data."
     elif len(ended) == 1:
         group, found = ended[0]
-        verdict = f"{group.name}: local accuracy {_points(found)} % on test data{_seeds(group)}."
+        verdict = f"{group.name}: local accuracy {_points(found)} % on test data, {group.seeds}."
+    elif len({_data(group.runs[0]) for group, _ in ended}) > 1:
+        verdict = "These runs are of different data or splits of it: nobody won. The table has each."
     else:
-        (first, best), (second, next_best) = ended[:2]
-        lead = best[0] - next_best[0]
-        noise = max(best[1] or 0.0, next_best[1] or 0.0)
-        sure = "" if best[1] is None and next_best[1] is None else _sure(lead, noise)
-        verdict = (
-            f"{first.name} and {second.name} are level: local accuracy {_points(best)} and {_points(next_best)} %"
-            f"{_seeds(first)}."
-            if lead < LEVEL
-            else f"{first.name} won: local accuracy {_points(best)} %, {100 * lead:.1f} points before {second.name} "
-            f"({_points(next_best)} %){_seeds(first)}.{sure}"
-        )
+        verdict = _comparison(ended[0], ended[1])
+    scales = sorted({str(run.recipe.get("scale", "full")) for run in runs} - {"full"})
     rounds = sum(len(run.lines) for run in runs)
     spent = (
         f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {rounds:,} rounds, {size(sum(run.bytes for run in runs))} sent, "
-        f"{duration(sum(run.seconds for run in runs))} of training"
+        f"{duration(sum(run.seconds for run in runs))} of training" + "".join(f"; {scaled_down(s)}" for s in scales)
     )
-    wrong = [{"run": f"{run.method}, seed {run.seed}", "what": what} for run in runs for what in run.troubles]
+    wrong = [
+        {"run": f"{group.name}, seed {run.seed}", "what": what}
+        for group in made
+        for run in group.runs
+        for what in run.troubles
+    ]
     return {"verdict": verdict, "spent": spent, "wrong": wrong}
+
+
+Found = tuple[Group, tuple[float, float | None]]
+
+
+def _comparison(one: Found, other: Found) -> str:
+    """Of the best two."""
+    (first, best), (second, next_best) = one, other
+    lead, noise = best[0] - next_best[0], max(best[1] or 0.0, next_best[1] or 0.0)
+    alone = [group.seeds for group in (first, second)]
+    seeds = alone[0] if alone[0] == alone[1] else f"{alone[0]} and {alone[1]}"
+    unsure = best[1] is None or next_best[1] is None
+    seeds += ": how much another seed would change is not known" if unsure else ""
+    if lead < LEVEL or (not unsure and lead <= noise):
+        within = "" if lead < LEVEL else ", within the spread over seeds"
+        return (
+            f"{first.name} and {second.name} are level{within}: local accuracy {_points(best)} and "
+            f"{_points(next_best)} % ({seeds})."
+        )
+    return (
+        f"{first.name} won: local accuracy {_points(best)} %, {100 * lead:.1f} points before {second.name} "
+        f"({_points(next_best)} %; {seeds})."
+    )
+
+
+def _data(run: Run) -> str:
+    """What must be the same where accuracies are compared: the data and who holds it, but not what c is."""
+    own = {key: value for key, value in run.settings.items() if key.startswith("data.") and key != "data.side"}
+    if own.get("data.source") == "own":
+        own["points"] = run.federation.get("points")
+    return json.dumps(own, sort_keys=True, default=str)
 
 
 def _points(found: tuple[float, float | None]) -> str:
     return f"{100 * found[0]:.1f}" + (f" ± {100 * found[1]:.1f}" if found[1] is not None else "")
-
-
-def _seeds(group: Group) -> str:
-    return f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
-
-
-def _sure(lead: float, noise: float) -> str:
-    return " That is within the spread over seeds." if lead <= noise else ""

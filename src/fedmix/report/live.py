@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,17 +43,17 @@ class Live:
         return "-".join(seen) or "nothing"
 
     def data(self) -> dict[str, Any]:
-        """As `numbers.page_data`; the last that could be read, where a run directory is being replaced."""
+        """As `numbers.page_data`."""
         with self._lock:
             version = self.version()
             if version != self._version:
-                try:
-                    self._data = page_data(gather(self.paths)) | {"live": True, "version": version}
-                    self._version = version
-                except (FedmixError, OSError):
-                    if not self._data:
-                        raise
+                self._data = page_data(gather(self.paths)) | {"live": True, "version": version}
+                self._version = version
             return self._data
+
+    def last(self) -> dict[str, Any]:
+        """What could be read last, where a run directory is being replaced."""
+        return self._data
 
 
 def server(paths: Sequence[str], port: int) -> ThreadingHTTPServer:
@@ -62,7 +63,7 @@ def server(paths: Sequence[str], port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in (HERE, "localhost"):
+            if re.sub(r":\d+$", "", self.headers.get("Host", "")) not in (HERE, "localhost"):
                 return self._send(
                     403, "text/plain", b"of this machine alone"
                 )  # a name that was rebound to this address
@@ -70,7 +71,9 @@ def server(paths: Sequence[str], port: int) -> ThreadingHTTPServer:
             try:
                 data = live.data()
             except (FedmixError, OSError) as error:
-                return self._send(503, "text/plain", str(error).encode())
+                if url.path != "/":
+                    return self._send(503, "text/plain; charset=utf-8", str(error).encode())
+                data = live.last()
             if url.path == "/":
                 return self._send(200, "text/html; charset=utf-8", html(data).encode())
             if url.path == "/data.json":

@@ -1,10 +1,11 @@
 """Everything that is drawn, as plain numbers, thinned to what a screen shows: for the page and for a paper's figures."""
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedmix.report.gather import COLUMNS, FINAL, Group, Run, differing, flat, glance, groups, table
+from fedmix.report.gather import COLUMNS, FINAL, Group, Run, differing, flat, glance, groups, part_of, table
 from fedmix.report.text import GIB
 
 POINTS = 400  # of a curve
@@ -18,72 +19,105 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     title = (
         " and ".join(dict.fromkeys(run.name for run in runs)) if len({run.name for run in runs}) < 4 else "fedmix runs"
     )
-    return {
+    data = {
         "title": title,
-        "glance": glance(made),
         "columns": [*COLUMNS, "rounds", "GiB", "minutes"],
         "table": _rounded(table(made)),
         "groups": [group.name for group in made],
+        "short": short_names([group.name for group in made]),
         "curves": [curves(group) for group in made],
         "runs": [run_data(run, group, g) for g, group in enumerate(made) for run in group.runs],
         "sweep": sweep(made),
-        "paper": all(run.recipe.get("scale", "full") == "full" for run in runs),
+        "missing": missing(runs),
     }
+    return data | {"glance": glance(made)}  # last: what could not be read is known now
+
+
+def short_names(names: Sequence[str], most: int = 40) -> list[str]:
+    """For legends: beginning and end of a long name, with a number where that is not enough to tell them apart."""
+    head = most * 3 // 5
+    made = [name if len(name) <= most else f"{name[:head]}…{name[-(most - head - 1) :]}" for name in names]
+    return [name if made.count(name) == 1 else f"{i + 1}: {name}" for i, name in enumerate(made)]
+
+
+def missing(runs: Sequence[Run]) -> list[str]:
+    """What these runs could show and do not, and what to type for it."""
+    told = []
+    for name, command in (("evaluation", "evaluate"), ("audit", "audit")):
+        ended = [run for run in runs if run.ended]
+        if ended and not any(getattr(run, name) for run in ended):
+            told.append(f"no {name} of these runs: fedmix {command} RUN makes it")
+    return told
 
 
 def curves(group: Group) -> list[dict[str, Any]]:
-    """Of each seed: accuracies at evaluation rounds (validation data), loss and divergence of every round."""
-    found = []
-    for run in group.runs:
-        sent, total = [], 0
-        for line in run.lines:
-            total += line["bytes_down"] + line["bytes_up"]
-            sent.append(total / GIB)
-        judged = [i for i, line in enumerate(run.lines) if isinstance(line.get("accuracy"), dict)]
-        picked = _picked(judged)
-        series: dict[str, Any] = {
-            "seed": run.seed,
-            "round": [run.lines[i]["round"] for i in picked],
-            "gib": [sent[i] for i in picked],
-        }
-        for kind in FINAL:
-            series[kind] = [_accuracy(run.lines[i], kind) for i in picked]
-        series["worst decile"] = [_accuracy(run.lines[i], "local", "worst_decile") for i in picked]
-        every = _buckets(len(run.lines))
-        series["every"] = {
-            "round": [run.lines[bucket[-1]]["round"] for bucket in every],
-            "gib": [sent[bucket[-1]] for bucket in every],
-            "loss": [_mean([run.lines[i].get("loss") for i in bucket]) for bucket in every],
-            "divergence": [_mean([run.lines[i].get("divergence") for i in bucket]) for bucket in every],
-            "mib": [
-                _mean([(run.lines[i]["bytes_down"] + run.lines[i]["bytes_up"]) / 2**20 for i in bucket])
-                for bucket in every
-            ],
-            "seconds": [_mean([run.lines[i].get("seconds") for i in bucket]) for bucket in every],
-        }
-        found.append(_rounded(series))
-    return found
+    """Of each seed: accuracies at evaluation rounds (validation data), loss and divergence of every round.
+
+    Seeds share their rounds, so that what is averaged over seeds is of the same rounds: a long run's rounds are taken in
+    stretches of `step`, which end at the same places for all seeds.
+    """
+    last = max((line["round"] for run in group.runs for line in run.lines), default=0)
+    judged = {line["round"] for run in group.runs for line in run.lines if isinstance(line.get("accuracy"), dict)}
+    step = max(1, math.ceil(last / POINTS))
+    picked = set(_picked(sorted(judged)))
+    empty = _series(Run("", "", {}, []), picked, step, last)
+    return [
+        part_of(run, "metrics.jsonl", lambda run: _rounded(_series(run, picked, step, last)), empty)
+        for run in group.runs
+    ]
+
+
+def _series(run: Run, picked: set[int], step: int, last: int) -> dict[str, Any]:
+    total, sent = 0, {}
+    stretches: dict[int, list[dict[str, Any]]] = {}
+    for line in run.lines:
+        total += line["bytes_down"] + line["bytes_up"]
+        sent[line["round"]] = total / GIB
+        stretches.setdefault(min(last, step * math.ceil(line["round"] / step)), []).append(line)
+    shown = [line for line in run.lines if line["round"] in picked and isinstance(line.get("accuracy"), dict)]
+    series: dict[str, Any] = {
+        "seed": run.seed,
+        "round": [line["round"] for line in shown],
+        "gib": [sent[line["round"]] for line in shown],
+    }
+    for kind in FINAL:
+        series[kind] = [_accuracy(line, kind) for line in shown]
+    series["worst decile"] = [_accuracy(line, "local", "worst_decile") for line in shown]
+    ways: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "loss": lambda line: line.get("loss"),
+        "divergence": lambda line: line.get("divergence"),
+        "mib": lambda line: (line["bytes_down"] + line["bytes_up"]) / 2**20,
+        "seconds": lambda line: line.get("seconds"),
+    }
+    series["every"] = {
+        "step": step,
+        "round": list(stretches),
+        "gib": [sent[lines[-1]["round"]] for lines in stretches.values()],
+        **{name: [_mean([way(line) for line in lines]) for lines in stretches.values()] for name, way in ways.items()},
+    }
+    return series
 
 
 def run_data(run: Run, group: Group, number: int) -> dict[str, Any]:
     """What is shown of one run: maps of q, use of experts, clients, evaluation, audit, how to repeat it."""
-    made: dict[str, Any] = _rounded(
-        {
-            "name": f"{group.name}, seed {run.seed}" if len(group.runs) > 1 else group.name,
-            "group": number,
-            "path": run.path,
-            "maps": maps(run),
-            "use": use(run),
-            "layers": layers(run),
-            "clients": clients(run),
-            "new": new_clients(run),
-            "evaluation": evaluation(run),
-            "audit": audit(run),
-            "about": about(run),
-            "troubles": run.troubles,
-        }
-    )
-    return made
+    parts: dict[str, tuple[str, Callable[[Run], Any]]] = {
+        "maps": ("metrics.jsonl", maps),
+        "use": ("metrics.jsonl", use),
+        "layers": ("metrics.jsonl", layers),
+        "clients": ("summary.json or federation.json", clients),
+        "new": ("evaluation.json", new_clients),
+        "evaluation": ("evaluation.json", evaluation),
+        "audit": ("audit.json", audit),
+    }
+    return {
+        "name": f"{group.name}, seed {run.seed}" if len(group.runs) > 1 else group.name,
+        "seed": run.seed,
+        "group": number,
+        "path": run.path,
+        **{name: _rounded(part_of(run, file, work, None)) for name, (file, work) in parts.items()},
+        "about": part_of(run, "environment.json", about, {"recipe": {}, "command": "", "packages": {}, "sessions": 0}),
+        "troubles": run.troubles,
+    }
 
 
 def maps(run: Run) -> dict[str, Any] | None:
@@ -95,7 +129,10 @@ def maps(run: Run) -> dict[str, Any] | None:
     true = run.federation.get("groups")
     order = sorted(range(len(names)), key=lambda s: (true[s] if true else 0, s))[:ROWS]
     side = run.federation.get("side", "label")
-    labels = run.federation.get("labels") if side == "label" else names if side == "client" else None
+    labels = (
+        run.federation.get("labels") if side == "label" else [names[s] for s in order] if side == "client" else None
+    )
+    rows = order if side == "client" else range(min(ROWS, len(frames[0].get("q_zc") or [])))
     kept = [frames[i] for i in _picked(list(range(len(frames))), FRAMES)]
     return {
         "side": side,
@@ -106,7 +143,7 @@ def maps(run: Run) -> dict[str, Any] | None:
         "frames": [
             {
                 "round": line["round"],
-                "zc": [[round(v, 3) for v in row] for row in (line.get("q_zc") or [])[:ROWS]],
+                "zc": [[round(v, 3) for v in line["q_zc"][c]] for c in rows if c < len(line.get("q_zc") or [])],
                 "zs": [[round(v, 3) for v in line["q_zs"][s]] for s in order if s < len(line["q_zs"])],
             }
             for line in kept
@@ -145,6 +182,7 @@ def layers(run: Run) -> dict[str, Any] | None:
     first = lines[0]["divergence_layers"]
     names = list((first[0] if isinstance(first, list) else first).keys())
     return {
+        "step": len(every[0]),
         "round": [lines[bucket[-1]]["round"] for bucket in every],
         "layers": {name: [_mean([of(lines[i], name) for i in bucket]) for bucket in every] for name in names},
     }
@@ -184,12 +222,25 @@ def new_clients(run: Run) -> dict[str, Any] | None:
         for key, what in (("private_parts", "private parts alone"), ("finetuned", "then fine-tuned"))
         if rows
     ]
-    flat_lines = [
-        {"what": row["what"], "accuracy": row["clients"]["accuracy"]["mean"]}
+    without = [
+        _inference("without labels", row["what"], row["clients"])
         for row in (new.get("unlabelled") or {}).values()
         if row and row["clients"]["accuracy"]["mean"] is not None
     ]
-    return {"curve": curve, "without": flat_lines} if curve or flat_lines else None
+    if not curve and not without:
+        return None
+    notes = (run.evaluation or {}).get("notes") or {}
+    return {"curve": curve, "without": without, "note": notes.get("new_clients"), "held_out": new.get("held_out")}
+
+
+def _inference(kind: str, what: str, scores: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "what": str(what),
+        "accuracy": scores["accuracy"]["mean"],
+        "worst": scores["accuracy"].get("worst_decile"),
+        "ece": (scores.get("ece") or {}).get("mean"),
+    }
 
 
 def evaluation(run: Run) -> list[dict[str, Any]] | None:
@@ -199,15 +250,7 @@ def evaluation(run: Run) -> list[dict[str, Any]] | None:
     rows = []
     for kind, found in run.evaluation.items():
         if isinstance(found, dict) and isinstance(found.get("accuracy"), dict) and "mean" in found["accuracy"]:
-            rows.append(
-                {
-                    "kind": kind.replace("_", " "),
-                    "what": str(found.get("what", "")),
-                    "accuracy": found["accuracy"]["mean"],
-                    "worst": found["accuracy"].get("worst_decile"),
-                    "ece": (found.get("ece") or {}).get("mean"),
-                }
-            )
+            rows.append(_inference(kind.replace("_", " "), found.get("what", ""), found))
     return rows or None
 
 
@@ -239,23 +282,34 @@ def audit(run: Run) -> dict[str, Any] | None:
 
 
 def sweep(made: Sequence[Group]) -> dict[str, Any] | None:
-    """Where groups of one method differ in one setting of numbers: accuracy against it."""
-    keys = [key for key in differing([group.runs for group in made]) if key != "algorithm"]
-    numeric = [
-        key
-        for key in keys
-        if all(isinstance(group.runs[0].settings.get(key), (int, float)) for group in made)
-        and len({group.runs[0].settings.get(key) for group in made}) > 2
-    ]
-    if len(numeric) != 1 or len(keys) != 1 or len({group.runs[0].method for group in made}) != 1:
+    """Accuracy against each setting of numbers that groups of one method differ in: a line for each choice of the others.
+
+    Methods without such groups are beside it, as a line without a slope.
+    """
+    by_method: dict[str, list[tuple[Group, dict[str, Any]]]] = {}
+    for group, row in zip(made, table(made), strict=True):
+        by_method.setdefault(f"{group.runs[0].method}, {group.runs[0].name}", []).append((group, row))
+    varied = max(by_method.values(), key=len)
+    keys = [key for key in differing([group.runs for group, _ in varied]) if key != "algorithm"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key in keys:
+        values = [group.runs[0].settings.get(key) for group, _ in varied]
+        if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+            continue
+        lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+        for group, row in varied:
+            others = [f"{other.split('.')[-1]} {group.runs[0].settings.get(other)}" for other in keys if other != key]
+            lines.setdefault(", ".join(others), []).append((group.runs[0].settings[key], row))
+        if max(len(points) for points in lines.values()) > 1:
+            ordered = {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()}
+            found[key] = [
+                {"name": name, "values": [value for value, _ in points], "rows": _rounded([row for _, row in points])}
+                for name, points in ordered.items()
+            ]
+    if not found:
         return None
-    key = numeric[0]
-    ordered = sorted(zip(made, table(made), strict=True), key=lambda pair: pair[0].runs[0].settings[key])
-    return {
-        "key": key,
-        "values": [group.runs[0].settings[key] for group, _ in ordered],
-        "rows": _rounded([row for _, row in ordered]),
-    }
+    beside = [_rounded(row) for own in by_method.values() if own is not varied for _, row in own]
+    return {"keys": found, "method": varied[0][0].runs[0].method, "beside": beside[:6]}
 
 
 def about(run: Run) -> dict[str, Any]:
@@ -263,7 +317,7 @@ def about(run: Run) -> dict[str, Any]:
     sessions = run.environment.get("sessions") or []
     return {
         "recipe": {key: value for key, value in flat(run.recipe).items() if value not in ("", [], {})},
-        "command": " ".join(map(str, (sessions[-1] if sessions else {}).get("command", []))),
+        "command": shlex.join(map(str, (sessions[-1] if sessions else {}).get("command", []))),
         "sessions": len(sessions),
         "engine": (sessions[-1] if sessions else {}).get("engine"),
         "started": (sessions[0] if sessions else {}).get("started"),

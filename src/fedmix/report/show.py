@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.gather import Run, glance, groups
+from fedmix.report.gather import Run, glance, groups, part_of
 from fedmix.report.numbers import curves
 from fedmix.report.text import q_map
 
@@ -32,17 +32,17 @@ def sparkline(values: Sequence[float | None], width: int = WIDTH) -> str:
 def show(run: Run) -> RenderableType:
     """The essentials of one run directory."""
     made = groups([run])
+    (series,) = curves(made[0])
     first = glance(made)
     parts: list[RenderableType] = [Text(f"{run.name}: {run.method}, seed {run.seed}", style="bold")]
     parts += [Text(first["verdict"]), Text(first["spent"], style="dim")]
     parts += [Text(f"! {row['what']}", style="yellow") for row in first["wrong"]]
-    (series,) = curves(made[0])
     table = Table(show_header=False, box=None, padding=(0, 1))
     for name, values in (
         ("loss", series["every"]["loss"]),
-        ("local %", series["local"]),
-        ("server %", series["server"]),
-        ("global %", series["global"]),
+        ("local %, validation", series["local"]),
+        ("server %, validation", series["server"]),
+        ("global %, validation", series["global"]),
         ("divergence", series["every"]["divergence"]),
         ("MiB a round", series["every"]["mib"]),
     ):
@@ -52,5 +52,10 @@ def show(run: Run) -> RenderableType:
     parts.append(table)
     last: dict[str, Any] = next((line for line in reversed(run.lines) if line.get("q_zs")), {})
     if last:
-        parts.append(q_map({"q_zs": last["q_zs"], "groups": run.federation.get("groups")}))
+        parts += part_of(run, "federation.json", lambda run: [_map(run, last)], [])
     return Lines(*parts)
+
+
+def _map(run: Run, line: dict[str, Any]) -> RenderableType:
+    names = [str(name) for name in run.federation.get("clients", [])]
+    return q_map({"q_zs": line["q_zs"], "groups": run.federation.get("groups")}, names=names)

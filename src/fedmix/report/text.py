@@ -1,6 +1,7 @@
 """Run directories as text for a terminal: the paper's table, and q(z|s) as shaded blocks."""
 
 import math
+import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,6 +85,15 @@ def caption(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def printable(value: Any) -> Any:
+    """The same without control characters in any text of it: names come from others, and a terminal obeys them."""
+    if isinstance(value, str):
+        return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in value)
+    if isinstance(value, Mapping):
+        return {printable(key): printable(own) for key, own in value.items()}
+    return [printable(own) for own in value] if isinstance(value, list) else value
+
+
 def scaled_down(scale: str) -> str:
     """What every output says of a run that is not its recipe at full size."""
     return f"scaled down (--scale {scale}): fewer clients, points or rounds and a smaller model than the recipe's own"
@@ -106,8 +116,11 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def q_map(summary: Mapping[str, Any], most: int = 60) -> RenderableType:
-    """q(z|s), what each client returned last, client by expert as shaded blocks, beside the true groups if known."""
+def q_map(summary: Mapping[str, Any], most: int = 60, names: Sequence[str] = ()) -> RenderableType:
+    """q(z|s), what each client returned last, client by expert as shaded blocks, beside the true groups if known.
+
+    names: of the clients, in place of their numbers.
+    """
     q: list[list[float]] = summary["q_zs"]
     groups = summary.get("groups")
     order = sorted(range(len(q)), key=lambda s: (groups[s] if groups else 0, s))[:most]
@@ -115,10 +128,12 @@ def q_map(summary: Mapping[str, Any], most: int = 60) -> RenderableType:
     text = Text()
     text.append("q(z|s), client by expert", style="bold")
     text.append("   blank 0, full block 1\n" if not groups else "   beside the true groups\n")
-    names = "".join(f"{k:^5}" for k in experts)
-    text.append(f"client  {'group  ' if groups else ''}{names}\n", style="dim")
+    called = [name if len(name) <= 20 else name[:19] + "…" for name in (names or [str(s) for s in range(len(q))])]
+    width = max(6, *(len(called[s]) for s in order))
+    heads = "".join(f"{k:^5}" for k in experts)
+    text.append(f"{'client':>{width}}  {'group  ' if groups else ''}{heads}\n", style="dim")
     for s in order:
-        text.append(f"{s:>6}  ")
+        text.append(f"{called[s]:>{width}}  ")
         if groups:
             text.append(f"{chr(ord('A') + groups[s] % 26):^5}  ")
         for k in experts:

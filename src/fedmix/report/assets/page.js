@@ -5,7 +5,7 @@ const COLOURS = { light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00",
                   dark:  ["#56b4e9", "#ff9d66", "#2fd6a5", "#e6a4c8", "#e6b83c", "#8ecdf2", "#f0e442", "#b5b5b5"] };
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 let data = JSON.parse($("data").textContent);
-const chosen = { measure: "local", over: "round", smooth: 1, run: 0, frame: null, layer: "", window: 10, client: 0, attack: 0, sort: null };
+const chosen = { measure: "local", over: "round", smooth: 1, run: 0, frame: null, layer: "", window: 10, of: 0, client: null, setting: null, attack: 0, sort: null };
 
 const esc = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const short = (text, most = 60) => { text = String(text); return text.length > most ? text.slice(0, most - 1) + "…" : text; };
@@ -15,6 +15,9 @@ const colour = i => COLOURS[theme()][i % 8];
 const dash = i => DASHES[Math.floor(i / 8) % DASHES.length];
 const faded = (hex, alpha) => `rgba(${[1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16)).join(",")},${alpha})`;
 const figures = n => n === null || n === undefined ? "–" : Math.abs(n) >= 100 ? n.toFixed(0) : Math.abs(n) >= 10 ? n.toFixed(1) : n.toFixed(2);
+const mean = list => list.reduce((a, b) => a + b, 0) / list.length;
+const narrow = () => window.innerWidth < 600;
+const some = (list, most = 6) => list.length <= most ? list.join(", ") : `${list.slice(0, most).join(", ")} and ${list.length - most} more`;
 const last = list => { for (let i = list.length - 1; i >= 0; i--) if (list[i] !== null && list[i] !== undefined) return list[i]; return null; };
 
 function element(tag, text, attributes = {}) {
@@ -31,23 +34,34 @@ function options(select, items, value) {
   }
   select.value = String(value);
 }
-function layout(title, x, y, more = {}) {
+// A line of a chart's title has no more letters than the chart is wide.
+function wrapped(text) {
+  const most = narrow() ? 44 : 110, lines = [""];
+  for (const word of text.split(" ")) {
+    if ((lines[lines.length - 1] + " " + word).length > most && lines[lines.length - 1]) lines.push(word);
+    else lines[lines.length - 1] += (lines[lines.length - 1] ? " " : "") + word;
+  }
+  return lines.map(esc).join("<br>");
+}
+// What the reader has zoomed into or hidden stays so while `key` stays the same.
+function layout(title, x, y, more = {}, key = "") {
   const dark = theme() === "dark", ink = dark ? "#e6e9ec" : "#1b1f24", grid = dark ? "#333b44" : "#e4e7eb";
   const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true };
-  const narrow = window.innerWidth < 600;
   const shape = {
-    title: { text: title, font: { size: narrow ? 13 : 15 }, x: 0, xref: "paper", xanchor: "left", automargin: true, yref: "container" },
+    uirevision: key || "same",
+    title: { text: wrapped(title), font: { size: narrow() ? 13 : 15 }, x: 0, xref: "paper", xanchor: "left", automargin: true, yref: "container" },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, family: "system-ui, sans-serif", size: 12 },
     margin: { l: 50, r: 12, t: 48, b: 45 }, xaxis: { ...axis, title: { text: x } }, yaxis: { ...axis, title: { text: y } },
-    legend: { orientation: "h", y: narrow ? -0.34 : -0.22, x: 0 }, hovermode: "closest", dragmode: narrow ? false : "zoom",
+    legend: { orientation: "h", y: narrow() ? -0.34 : -0.22, x: 0, uirevision: "same" }, hovermode: "closest", dragmode: narrow() ? false : "zoom",
   };
-  for (const [key, value] of Object.entries(more)) shape[key] = /^[xy]axis/.test(key) ? { ...axis, ...shape[key], ...value } : value;
+  for (const [name, value] of Object.entries(more)) shape[name] = /^[xy]axis/.test(name) ? { ...axis, ...shape[name], ...value } : value;
   return shape;
 }
 function draw(id, traces, shape, text) {
   const there = traces && traces.length;
   $(id).closest("figure").hidden = !there;
   if (!there) return false;
+  if (narrow() && traces.filter(t => t.showlegend !== false).length > 6) shape = { ...shape, showlegend: false };  // a tap on a line names it
   Plotly.react($(id), traces, shape, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
   $(id).setAttribute("aria-label", text);
   $(id + "-text").textContent = text;
@@ -61,24 +75,24 @@ function smoothed(values, window) {
     return some.reduce((a, b) => a + b, 0) / some.length;
   });
 }
-// Mean and band over seeds at the places that the shortest of them has.
-function banded(name, g, seeds, at, of, window) {
-  const runs = seeds.map(seed => ({ x: at(seed), y: smoothed(of(seed), window) })).filter(run => run.y.some(v => v !== null));
+// Mean and band over seeds, of the same rounds: a seed that has not come so far yet does not count there.
+function banded(g, seeds, when, at, of, window = () => 1) {
+  const runs = seeds.map(seed => { const y = smoothed(of(seed), window(seed)), x = at(seed); return new Map(when(seed).map((t, i) => [t, [x[i], y[i]]]).filter(([, p]) => p[1] !== null)); }).filter(run => run.size);
   if (!runs.length) return [];
-  const count = Math.min(...runs.map(run => run.y.length)), x = runs[0].x.slice(0, count), mean = [], low = [], high = [];
-  for (let i = 0; i < count; i++) {
-    const values = runs.map(run => run.y[i]).filter(v => v !== null && v !== undefined);
-    if (!values.length) { mean.push(null); low.push(null); high.push(null); continue; }
-    const m = values.reduce((a, b) => a + b, 0) / values.length;
-    const s = Math.sqrt(values.reduce((a, b) => a + (b - m) ** 2, 0) / values.length);
-    mean.push(m); low.push(m - s); high.push(m + s);
+  const x = [], y = [], low = [], high = [];
+  for (const t of [...new Set(runs.flatMap(run => [...run.keys()]))].sort((a, b) => a - b)) {
+    const points = runs.filter(run => run.has(t)).map(run => run.get(t)), m = mean(points.map(p => p[1]));
+    const s = Math.sqrt(mean(points.map(p => (p[1] - m) ** 2)));
+    x.push(mean(points.map(p => p[0]))); y.push(m); low.push(m - s); high.push(m + s);
   }
-  const line = { x, y: mean, name: named(name, 40), mode: count > 60 ? "lines" : "lines+markers", line: { color: colour(g), dash: dash(g), width: 2 },
+  const line = { x, y, uid: `${g}-line`, name: esc(data.short[g]), mode: x.length > 60 ? "lines" : "lines+markers", line: { color: colour(g), dash: dash(g), width: 2 },
     marker: { size: 4, color: colour(g) }, legendgroup: String(g), connectgaps: true };
   if (runs.length < 2) return [line];
   const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, legendgroup: String(g) };
-  return [{ ...edge, y: low }, { ...edge, y: high, fill: "tonexty", fillcolor: faded(colour(g), 0.18) }, line];
+  return [{ ...edge, uid: `${g}-low`, y: low }, { ...edge, uid: `${g}-high`, y: high, fill: "tonexty", fillcolor: faded(colour(g), 0.18) }, line];
 }
+// [name, last value, first value] of each group that has any.
+const ends = of => data.curves.map((seeds, g) => { const v = seeds.map(of).filter(list => last(list) !== null); return v.length ? [data.short[g], mean(v.map(last)), mean(v.map(list => list.find(x => x !== null)))] : null; }).filter(Boolean);
 
 function top_() {
   document.title = short(data.title, 80) + " · fedmix";
@@ -99,8 +113,8 @@ function table() {
     const { column, up } = chosen.sort;
     rows.sort((a, b) => {
       const [x, y] = [value(a, column), value(b, column)];
-      const order = x === null ? 1 : y === null ? -1 : typeof x === "string" ? x.localeCompare(y) : x - y;
-      return (up ? 1 : -1) * order;
+      if (x === null || y === null) return (x === null) - (y === null);  // unknown is last, either way
+      return (up ? 1 : -1) * (typeof x === "string" ? x.localeCompare(y) : x - y);
     });
   }
   const best = {};
@@ -144,7 +158,7 @@ function csv() {
 }
 function latex() {
   const safe = text => String(text).replace(/[\\{}$&#_%~^]/g, c => c === "\\" ? "\\textbackslash{}" : c === "~" ? "\\textasciitilde{}" : c === "^" ? "\\textasciicircum{}" : "\\" + c);
-  const cell = own => own === null || own === undefined ? "--" : Array.isArray(own) ? figures(own[0]) + (own[1] !== null ? ` $\\pm$ ${figures(own[1])}` : "") : figures(own);
+  const cell = own => own === null || own === undefined ? "--" : Array.isArray(own) ? figures(own[0]) + (own[1] !== null ? ` $\\pm$ ${figures(own[1])}` : "") : own > 0 && own < 1 ? String(Number(own.toPrecision(3))) : figures(own);
   return ["\\begin{tabular}{l" + "r".repeat(data.columns.length) + "}", "\\hline", ["method", ...data.columns].map(safe).join(" & ") + " \\\\", "\\hline",
     ...data.table.map(row => [safe(row.method), ...data.columns.map(c => cell(row[c]))].join(" & ") + " \\\\"), "\\hline", "\\end{tabular}"].join("\n") + "\n";
 }
@@ -155,11 +169,14 @@ function learning() {
   if (!known.includes(chosen.measure)) chosen.measure = known[0] || "loss";
   options($("measure"), known.map(m => [m, MEASURES[m]]), chosen.measure);
   const m = chosen.measure, over = chosen.over;
-  const traces = data.curves.flatMap((seeds, g) => banded(data.groups[g], g, seeds, s => m === "loss" ? s.every[over] : s[over], s => m === "loss" ? s.every.loss : s[m], chosen.smooth));
-  const ends = data.curves.map((seeds, g) => { const v = seeds.map(s => last(m === "loss" ? s.every.loss : s[m])).filter(v => v !== null); return v.length ? `${short(data.groups[g], 60)} ${figures(v.reduce((a, b) => a + b, 0) / v.length)}` : null; }).filter(Boolean);
-  const where = over === "gib" ? "what was sent" : "rounds";
-  const shown = draw("curves", traces, layout(`${MEASURES[m].replace(", %", "")} over ${where}`, over === "gib" ? "GiB sent, down and up" : "round", MEASURES[m]),
-    `${MEASURES[m]} over ${where}${m === "loss" ? "" : ", on validation data"}; at the end ${ends.join(", ")}.`);
+  const part = s => m === "loss" ? s.every : s;
+  const traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => part(s).round, s => part(s)[over], s => part(s)[m], () => chosen.smooth));
+  const found = ends(s => part(s)[m]), best = [...found].sort((a, b) => b[1] - a[1])[0];
+  const where = over === "gib" ? "what was sent" : "rounds", what = MEASURES[m].replace(", %", "");
+  const title = m === "loss" || found.length < 2 ? `${what} over ${where}${best ? `: from ${figures(best[2])} to ${figures(best[1])}` : ""}` : `${what} over ${where}: ${best[0]} ends highest, at ${figures(best[1])}`;
+  const note = m !== "loss" ? "" : " FedMix's is its bound over all experts, and is not comparable with another method's.";
+  const shown = draw("curves", traces, layout(title, over === "gib" ? "GiB sent, down and up" : "round", MEASURES[m], {}, m + over),
+    `${MEASURES[m]} over ${where}${m === "loss" ? "" : ", on validation data"}; at the end ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.${note}`);
   $("learning").hidden = !shown;
 }
 
@@ -179,60 +196,75 @@ function experts() {
       text: z.map((row, i) => row.map(() => named(y[i] ?? i, 40))), hovertemplate: "%{text}, %{x}: %{z:.2f}<extra></extra>" }] : [],
       layout(title, "", ylabel, { yaxis: { autorange: "reversed", automargin: true, title: { text: ylabel }, ...ticks(y) } }), text);
     const kinds = { label: "label", client: "client", column: "side information", rotation: "rotation", group: "group" };
-    map(frame.zc, maps.values, `q(z|c) after round ${frame.round}`, kinds[maps.side] || "c", "zc", `Which expert the shared posterior gives each ${kinds[maps.side] || "value of c"} to: ${sharp(frame.zc)}.`);
+    map(frame.zc, maps.values, `q(z|c) after round ${frame.round}: ${sharpness(frame.zc, kinds[maps.side] || "value of c")}`, kinds[maps.side] || "c", "zc", `Which expert the shared posterior gives each ${kinds[maps.side] || "value of c"} to: ${sharp(frame.zc)}.`);
     const rows = maps.clients.map((name, s) => maps.groups ? `${name} (group ${String.fromCharCode(65 + maps.groups[s] % 26)})` : name);
-    map(frame.zs, rows, `q(z|s) after round ${frame.round}`, maps.groups ? "client, by true group" : "client", "zs",
+    map(frame.zs, rows, `q(z|s) after round ${frame.round}: ${sharpness(frame.zs, "client")}`, maps.groups ? "client, by true group" : "client", "zs",
       `Which experts each client uses${maps.groups ? ", clients in the order of their true groups" : ""}: ${sharp(frame.zs)}.${maps.left_out ? ` ${maps.left_out} more clients are not shown.` : ""}`);
   } else { draw("zc"); draw("zs"); }
   const use = run.use;
   draw("use", use ? use.use.map((y, k) => ({ x: use.round, y, name: `expert ${k}`, mode: "lines", stackgroup: "one", line: { width: 0.5, color: colour(k) }, fillcolor: faded(colour(k), 0.75) })) : [],
-    layout("how much each expert is used", "round", "share", { yaxis: { range: [0, 1], automargin: true } }),
+    layout(use ? `use of each expert: from ${figures(Math.min(...use.use.map(last)))} to ${figures(Math.max(...use.use.map(last)))} at the end` : "", "round", "share", { yaxis: { range: [0, 1], automargin: true } }),
     use ? `Share of each expert over rounds; at the end ${use.use.map((y, k) => `expert ${k} ${figures(last(y))}`).join(", ")}.` : "");
-  const traces = data.curves.flatMap((seeds, g) => banded(data.groups[g], g, seeds, s => s.every.round, s => s.every.mib, 1));
-  draw("sent", traces, layout("what a round sends", "round", "MiB, down and up", { yaxis: { rangemode: "tozero", automargin: true } }),
-    "MiB of a round over rounds; it falls where experts are pruned.");
+  const traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => s.every.round, s => s.every.round, s => s.every.mib));
+  const sent = ends(s => s.every.mib), falls = sent.filter(([, end, start]) => end < 0.99 * start);
+  draw("sent", traces, layout(falls.length ? `what a round sends falls as experts are pruned: ${falls[0][0]} from ${figures(falls[0][2])} to ${figures(falls[0][1])} MiB` : "what a round sends: the same in every round", "round", "MiB, down and up", { yaxis: { rangemode: "tozero", automargin: true } }),
+    `MiB of a round, first and last: ${some(sent.map(([name, end, start]) => `${name} ${figures(start)} and ${figures(end)}`))}.`);
 }
 function ticks(names) {
   const step = Math.max(1, Math.ceil(names.length / (window.innerWidth < 600 ? 10 : 24))), at = names.map((_, i) => i).filter(i => i % step === 0);
   return { tickmode: "array", tickvals: at, ticktext: at.map(i => named(names[i], 18)) };
 }
+const sharpness = (rows, what) => rows.length ? `one expert has ${figures(mean(rows.map(row => Math.max(...row))))} of a ${what}` : "";
 function sharp(rows) {
   if (!rows.length) return "none";
-  const mean = rows.reduce((a, row) => a + Math.max(...row), 0) / rows.length;
-  return `the largest share is ${figures(mean)} on average, 1 being one expert alone`;
+  return `the largest share is ${figures(mean(rows.map(row => Math.max(...row))))} on average, 1 being one expert alone`;
 }
 
 function divergence() {
+  const points = step => Math.max(1, Math.round(chosen.window / step));  // of a curve, in the window's rounds
   const names = [...new Set(data.runs.flatMap(run => run.layers ? Object.keys(run.layers.layers) : []))];
   options($("layer"), [["", "all together"], ...names.map(name => [name, name])], chosen.layer);
   let traces;
-  if (chosen.layer) traces = data.runs.filter(run => run.layers && run.layers.layers[chosen.layer]).map(run => ({ x: run.layers.round, y: smoothed(run.layers.layers[chosen.layer], Math.ceil(chosen.window / 3)), name: named(run.name, 40), mode: "lines", line: { color: colour(run.group), dash: dash(run.group) } }));
-  else traces = data.curves.flatMap((seeds, g) => banded(data.groups[g], g, seeds, s => s.every.round, s => s.every.divergence, chosen.window));
-  const what = chosen.layer ? `gradient divergence of ${named(chosen.layer, 60)}` : "gradient divergence";
-  $("divergence").hidden = !draw("div", traces, layout(what, "round", "divergence of clients' updates"), `Divergence of the clients' updates over rounds, sliding window of ${chosen.window}; lower is more alike.`);
+  if (chosen.layer) traces = data.runs.filter(run => run.layers && run.layers.layers[chosen.layer]).map(run => ({ x: run.layers.round, y: smoothed(run.layers.layers[chosen.layer], points(run.layers.step)), uid: run.path, name: named(run.name, 40), mode: "lines", line: { color: colour(run.group), dash: dash(run.group) } }));
+  else traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => s.every.round, s => s.every.round, s => s.every.divergence, s => points(s.every.step)));
+  const found = chosen.layer ? traces.map(t => [t.name, last(t.y)]) : ends(s => s.every.divergence), what = chosen.layer ? `gradient divergence of ${short(chosen.layer, 60)}` : "gradient divergence";
+  const lowest = [...found].sort((a, b) => a[1] - b[1])[0];
+  $("divergence").hidden = !draw("div", traces, layout(found.length > 1 ? `${what}: ${lowest[0]}'s clients are most alike at the end` : `${what} of clients' updates over rounds`, "round", "divergence", {}, chosen.layer),
+    `Divergence of the clients' updates over rounds, sliding window of ${chosen.window} rounds; lower is more alike. At the end: ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.`);
 }
 
+function median(sorted) { const h = sorted.length >> 1; return sorted.length % 2 ? sorted[h] : (sorted[h - 1] + sorted[h]) / 2; }
+const places = names => ({ tickmode: "array", tickvals: names.map((_, i) => i), ticktext: names });
 function clients() {
-  const runs = data.runs.filter(run => run.clients);
+  const runs = data.runs.map((run, i) => [i, run]).filter(([, run]) => run.clients);
   $("clients").hidden = !runs.length;
   if (!runs.length) return;
-  draw("spread", runs.map(run => ({ type: "box", y: run.clients.local.map(v => v === null ? null : 100 * v), name: named(run.name, 30), boxpoints: run.clients.names.length > 300 ? "outliers" : "all", jitter: 0.5, pointpos: 0, marker: { size: 4, color: colour(run.group) },
-      text: run.clients.names.map(name => named(name, 40)), hovertemplate: "%{text}: %{y:.1f} %<extra></extra>" })),
-    layout("local accuracy, client by client", "", "%", { showlegend: false }),
-    runs.map(run => { const v = run.clients.local.filter(v => v !== null).sort((a, b) => a - b); return `${short(run.name, 60)}: from ${figures(100 * v[0])} to ${figures(100 * v[v.length - 1])}, median ${figures(100 * v[Math.floor(v.length / 2)])}`; }).join("; ") + " per cent.");
-  const run = data.runs[chosen.run] && data.runs[chosen.run].clients ? data.runs[chosen.run] : runs[0], own = run.clients;
+  const groups = [...new Set(runs.map(([, run]) => run.group))];
+  const boxes = groups.map((g, at) => {
+    const own = runs.map(([, run]) => run).filter(run => run.group === g), points = own.flatMap(run => run.clients.local.map((v, s) => [v, own.length > 1 ? `${run.clients.names[s]}, seed ${run.seed}` : run.clients.names[s]])).filter(([v]) => v !== null);
+    return { g, values: points.map(([v]) => 100 * v), names: points.map(([, name]) => named(name, 60)), at };
+  }).filter(box => box.values.length);
+  const told = boxes.map(({ g, values }) => { const v = [...values].sort((a, b) => a - b); return [`${data.short[g]}: from ${figures(v[0])} to ${figures(v[v.length - 1])}, median ${figures(median(v))}`, v[0], g]; });
+  const worst = [...told].sort((a, b) => b[1] - a[1])[0];
+  draw("spread", boxes.map(({ g, values, names, at }) => ({ type: "box", x: values.map(() => at), y: values, uid: String(g), name: esc(data.short[g]), boxpoints: values.length > 300 ? "outliers" : "all", jitter: 0.5, pointpos: 0, marker: { size: 4, color: colour(g) },
+      quartilemethod: "linear", text: names, hovertemplate: "%{text}: %{y:.1f} %<extra></extra>" })),
+    layout(boxes.length > 1 ? `local accuracy, client by client: the worst client is best off with ${data.short[worst[2]]}` : "local accuracy, client by client", "", "%", { showlegend: false, xaxis: places(boxes.map(({ g }) => named(data.short[g], narrow() ? 14 : 24))) }),
+    some(told.map(([text]) => text)) + " per cent.");
+  if (!runs.some(([i]) => i === chosen.of)) chosen.of = runs[0][0];
+  options($("of"), runs.map(([i, run]) => [i, run.name]), chosen.of);
+  const run = data.runs[chosen.of], own = run.clients;
   $("worst-title").textContent = `Worst clients of ${short(run.name, 60)}`;
   const order = own.names.map((_, s) => s).sort((a, b) => own.local[a] - own.local[b]);
   const head = element("tr"); for (const text of ["client", "local %", "server %", "points"]) head.append(element("th", text, { scope: "col" }));
   const rows = order.slice(0, 10).map(s => { const line = element("tr"); line.append(element("td", short(own.names[s], 80)), element("td", figures(100 * own.local[s])), element("td", own.server[s] === null ? "–" : figures(100 * own.server[s])), element("td", own.points[s] ?? "–")); return line; });
   $("worst").replaceChildren(head, ...rows);
-  if (chosen.client >= own.names.length || chosen.client === null) chosen.client = order[0];
+  if (chosen.client === null || chosen.client >= own.names.length) chosen.client = order[0];
   options($("client"), own.names.map((name, s) => [s, name]), chosen.client);
   const s = chosen.client, traces = [];
-  if (own.labels) traces.push({ type: "bar", x: own.classes.map(name => named(name, 20)), y: own.labels[s], name: "training points of each label", marker: { color: colour(0) } });
-  if (own.q) traces.push({ type: "bar", x: own.q[s].map((_, k) => `expert ${k}`), y: own.q[s], name: "q(z|s)", marker: { color: colour(1) }, xaxis: "x2", yaxis: "y2" });
-  const both = own.labels && own.q;
-  draw("one", traces, layout(`client ${named(own.names[s], 40)}: its labels, its gate`, "", "points", { xaxis: { type: "category", domain: [0, both ? 0.55 : 1] }, xaxis2: { type: "category", domain: [both ? 0.66 : 0, 1], anchor: "y2" }, yaxis2: { anchor: "x2", range: [0, 1] }, showlegend: true }),
+  if (own.labels) traces.push({ type: "bar", x: own.classes.map((_, y) => y), y: own.labels[s], text: own.classes.map(name => named(name, 60)), textposition: "none", hovertemplate: "%{text}: %{y}<extra></extra>", name: "training points of each label", marker: { color: colour(0) } });
+  if (own.q) traces.push({ type: "bar", x: own.q[s].map((_, k) => k), y: own.q[s], name: "q(z|s) of each expert", marker: { color: colour(1) }, xaxis: "x2", yaxis: "y2" });
+  const both = own.labels && own.q, what = both ? "its labels, its gate" : own.labels ? "its labels" : "its gate (which labels it holds was not recorded)";
+  draw("one", traces, layout(`client ${short(own.names[s], 40)}: ${what}`, own.labels ? "label" : "", own.labels ? "points" : "", { xaxis: { ...ticks(own.classes), domain: [0, both ? 0.55 : 1] }, xaxis2: { title: { text: "expert" }, dtick: 1, domain: [both ? 0.66 : 0, 1], anchor: "y2" }, yaxis2: { anchor: "x2", range: [0, 1] }, showlegend: true }, String(s)),
     `Client ${short(own.names[s], 60)}: local accuracy ${figures(100 * own.local[s])} per cent${own.q ? `, gate ${own.q[s].map((v, k) => `expert ${k} ${figures(v)}`).join(", ")}` : ""}.`);
 }
 
@@ -240,9 +272,20 @@ function sweep() {
   const own = data.sweep;
   $("sweep").hidden = !own;
   if (!own) return;
-  const traces = ["local", "server", "global"].map((kind, i) => ({ x: own.values, y: own.rows.map(row => row[kind] && row[kind][0]), error_y: { type: "data", array: own.rows.map(row => row[kind] ? row[kind][1] || 0 : 0) }, name: kind, mode: "lines+markers", line: { color: colour(i) } })).filter(t => t.y.some(v => v !== null));
-  traces.push({ x: own.values, y: own.rows.map(row => row.GiB), name: "GiB sent", yaxis: "y2", mode: "lines+markers", line: { color: colour(7), dash: "dot" } });
-  draw("against", traces, layout(`accuracy against ${named(own.key, 60)}`, named(own.key, 60), "%", { yaxis2: { overlaying: "y", side: "right", title: { text: "GiB" }, rangemode: "tozero", automargin: true } }), `Test accuracy and what was sent against ${own.key}.`);
+  const keys = Object.keys(own.keys);
+  if (!keys.includes(chosen.setting)) chosen.setting = keys[0];
+  options($("setting"), keys.map(key => [key, key]), chosen.setting);
+  const key = chosen.setting, lines = own.keys[key], one = lines.length === 1;
+  const kinds = one ? ["local", "server", "global"] : ["local"];
+  const traces = lines.flatMap((line, l) => kinds.map((kind, i) => ({ x: line.values, y: line.rows.map(row => row[kind] && row[kind][0]), error_y: { type: "data", array: line.rows.map(row => row[kind] ? row[kind][1] || 0 : 0) },
+    name: one ? kind : named(line.name, 40), mode: "lines+markers", line: { color: colour(one ? i : l), dash: dash(one ? 0 : l) } }))).filter(t => t.y.some(v => v !== null));
+  const every = lines.flatMap(line => line.values), edge = [Math.min(...every), Math.max(...every)];
+  own.beside.forEach((row, i) => { if (row.local) traces.push({ x: edge, y: [row.local[0], row.local[0]], name: `${named(row.method, 40)}, local`, mode: "lines", line: { color: colour(7), dash: DASHES[1 + i % 4] } }); });
+  if (one) traces.push({ x: lines[0].values, y: lines[0].rows.map(row => row.GiB), name: "GiB sent", yaxis: "y2", mode: "lines+markers", line: { color: colour(6), dash: "dot" } });
+  const points = lines.flatMap(line => line.rows.map((row, i) => [line.values[i], row.local, line.name])).filter(([, v]) => v), best = points.sort((a, b) => b[1][0] - a[1][0])[0];
+  const where = best ? `${key} = ${best[0]}${best[2] ? `, ${best[2]}` : ""}` : "";
+  draw("against", traces, layout(best ? `accuracy against ${key}: local is highest at ${where}, ${figures(best[1][0])} %` : `accuracy against ${key}`, named(key, 60), one ? "test accuracy, %" : "local test accuracy, %", one ? { yaxis2: { overlaying: "y", side: "right", title: { text: "GiB" }, rangemode: "tozero", automargin: true } } : {}, key),
+    `Test accuracy${one ? " and what was sent" : ""} against ${key}: ${some(lines.flatMap(line => line.rows.map((row, i) => row.local ? `${line.values[i]}${line.name ? ` (${line.name})` : ""} ${figures(row.local[0])} %${one ? `, ${figures_of("GiB", row.GiB)} GiB` : ""}` : null)).filter(Boolean), 12)}.`);
 }
 
 function fresh() {
@@ -252,14 +295,18 @@ function fresh() {
   const traces = runs.flatMap(run => {
     const rows = (run.new && run.new.curve) || [];
     const x = rows.length ? rows[0].points : [];
-    const without = x.length ? (run.new.without || []).map((row, i) => ({ x, y: x.map(() => 100 * row.accuracy), name: `${named(run.name, 30)}, no labels: ${named(row.what, 40)}`, mode: "lines", line: { color: colour(run.group + i + 2), dash: "dot" } })) : [];
-    return without.concat(rows.map((curve, i) => ({ x: curve.points, y: curve.accuracy.map(v => 100 * v), name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers", line: { color: colour(run.group), dash: DASHES[i % 5] } })));
+    const without = x.length ? run.new.without.map((row, i) => ({ x, y: x.map(() => 100 * row.accuracy), uid: `${run.path}-${i}`, name: `${named(run.name, 30)}, no labels: ${named(row.what, 40)}`, mode: "lines+markers", marker: { symbol: i + 1, size: 7, color: colour(run.group) }, line: { color: colour(run.group), dash: "dot", width: 1 } })) : [];
+    return rows.map((curve, i) => ({ x: curve.points, y: curve.accuracy.map(v => 100 * v), uid: `${run.path}-with-${i}`, name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers", line: { color: colour(run.group), dash: DASHES[i % 2], width: 2 } })).concat(without);
   });
-  draw("labelled", traces, layout("new clients, over how many labelled points they have", window.innerWidth < 600 ? "" : "labelled points of a client", "accuracy, %", { xaxis: { type: "category", automargin: true } }), "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points.");
-  const head = element("tr"); for (const text of ["run", "inference", "accuracy %", "worst decile %"]) head.append(element("th", text, { scope: "col" }));
-  const kinds = run => [...(run.evaluation || []), ...((run.new && run.new.without) || []).map(row => ({ kind: "new clients, no labels", what: row.what, accuracy: row.accuracy, worst: null }))];
-  const rows = runs.flatMap(run => kinds(run).map(row => { const line = element("tr"); line.append(element("td", short(run.name, 60)), element("td", short(`${row.kind}: ${row.what}`, 90)), element("td", row.accuracy === null ? "–" : figures(100 * row.accuracy)), element("td", row.worst === null || row.worst === undefined ? "–" : figures(100 * row.worst))); return line; }));
+  const ends_ = runs.flatMap(run => ((run.new && run.new.curve) || []).map(curve => ({ run, curve, v: 100 * last(curve.accuracy) }))), best = [...ends_].sort((a, b) => b.v - a.v)[0];
+  draw("labelled", traces, layout(best ? `new clients: ${short(best.run.name, 40)} reaches ${figures(best.v)} % with ${last(best.curve.points)} labelled points` : "", "labelled points of a client", "accuracy, %", { xaxis: { type: "category", automargin: true }, legend: { orientation: "h", y: narrow() ? -0.45 : -0.3, x: 0, uirevision: "same" } }),
+    `Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points: ${some(ends_.map(({ run, curve }) => `${short(run.name, 40)}, ${curve.what}: ${curve.points.map((p, i) => `${figures(100 * curve.accuracy[i])} with ${p}`).join(", ")}`), 4)}.`);
+  const head = element("tr"); for (const text of ["run", "clients", "inference", "accuracy %", "worst decile %", "calibration error %"]) head.append(element("th", text, { scope: "col" }));
+  const percent = v => v === null || v === undefined ? "–" : figures(100 * v);
+  const kinds = run => [...(run.evaluation || []).map(row => ["that took part", `${row.kind}: ${row.what}`, row]), ...((run.new && run.new.without) || []).map(row => [run.new.held_out ? "new, without labels" : "anybody, without labels", row.what, row])];
+  const rows = runs.flatMap(run => kinds(run).map(([who, what, row]) => { const line = element("tr"); line.append(element("td", short(run.name, 60)), element("td", who), element("td", short(what, 90)), element("td", percent(row.accuracy)), element("td", percent(row.worst)), element("td", percent(row.ece))); return line; }));
   $("inference").replaceChildren(head, ...rows);
+  $("new-note").textContent = [...new Set(runs.map(run => run.new && run.new.note).filter(Boolean))].join(" ");
 }
 
 function audit() {
@@ -272,7 +319,7 @@ function audit() {
   const { run, attack } = all[chosen.attack], truth = [], found = [], text = [];
   (attack.found || []).forEach((row, s) => row && row.forEach((v, y) => { if (run.audit.true[s]) { truth.push(run.audit.true[s][y]); found.push(v); text.push(`client ${named(run.audit.names[s], 30)}, label ${y}`); } }));
   draw("marginals", truth.length ? [{ x: truth, y: found, text, mode: "markers", type: "scatter", name: "a label of a client", marker: { size: 5, color: colour(run.group), opacity: 0.5 }, hovertemplate: "%{text}: true %{x:.2f}, found %{y:.2f}<extra></extra>" }, { x: [0, 1], y: [0, 1], mode: "lines", name: "known exactly", line: { dash: "dot", color: colour(7) } }] : [],
-    layout("label shares: true, and as the server reconstructs them", "true share", "reconstructed", {}),
+    layout(`label shares as the server reconstructs them: off by ${figures(attack.distance)} on average, a guess by ${figures(run.audit.guess)}`, "true share", "reconstructed", {}, String(chosen.attack)),
     `${attack.attack}, ${attack.when}: distance ${figures(attack.distance)} on average (0 is known exactly), a guess from everybody ${figures(run.audit.guess)}.`);
 }
 
@@ -291,12 +338,14 @@ function about() {
   $("about").replaceChildren(...made);
 }
 
-function all() { top_(); table(); learning(); experts(); divergence(); clients(); sweep(); fresh(); audit(); about(); document.body.dataset.drawn = "yes"; }
+function missing() { $("missing").textContent = data.missing.length ? `Not on this page: ${data.missing.join("; ")}.` : ""; }
+
+function all() { top_(); missing(); table(); learning(); experts(); divergence(); clients(); sweep(); fresh(); audit(); about(); document.body.dataset.drawn = "yes"; }
 function on(id, event, key, then, number) {
   $(id).addEventListener(event, () => { chosen[key] = number ? Number($(id).value) : $(id).value; if ($(id + "-is") && id !== "frame") $(id + "-is").textContent = chosen[key]; then(); });
 }
 on("measure", "change", "measure", learning); on("over", "change", "over", learning); on("smooth", "input", "smooth", learning, true);
-on("run", "change", "run", () => { chosen.frame = null; chosen.client = null; experts(); clients(); }, true); on("frame", "input", "frame", experts, true);
+on("run", "change", "run", () => { chosen.frame = null; experts(); }, true); on("of", "change", "of", () => { chosen.client = null; clients(); }, true); on("setting", "change", "setting", sweep); on("frame", "input", "frame", experts, true);
 on("layer", "change", "layer", divergence); on("window", "input", "window", divergence, true);
 on("client", "change", "client", clients, true); on("attack", "change", "attack", audit, true);
 $("csv").onclick = () => save("fedmix.csv", csv(), "text/csv"); $("latex").onclick = () => save("fedmix.tex", latex(), "text/x-tex");
@@ -313,7 +362,8 @@ if (data.live) {
     try {
       const answer = await fetch("data.json?known=" + encodeURIComponent(known), { cache: "no-store" });
       if (answer.status === 200) { data = await answer.json(); known = data.version; all(); }
-      $("live").textContent = "live, " + new Date().toLocaleTimeString();
+      const away = answer.status >= 400 ? short(await answer.text(), 200) : "";
+      $("live").textContent = away ? `cannot be read now; this is the last that was seen (${away})` : "live, " + new Date().toLocaleTimeString();
     } catch { $("live").textContent = "the server is gone; this is the last that was seen"; }
     setTimeout(look, 2000);
   };
