@@ -103,7 +103,7 @@ def test_a_comparison_loads_without_an_error_or_a_request(browser, page_file):
         for chart in page.locator(".chart").all():
             if chart.is_visible():
                 assert len(chart.get_attribute("aria-label")) > 20  # what is to be seen, in words
-                assert chart.locator(".gtitle").count() == 1
+                assert page.locator(f"#{chart.get_attribute('id')}-title").inner_text()
 
 
 def test_controls_change_what_is_shown(browser, page_file):
@@ -125,7 +125,7 @@ def test_controls_change_what_is_shown(browser, page_file):
         assert page.locator("#frame-is").inner_text() == "1"
         page.select_option("#layer", index=1)
         page.select_option("#client", "3")
-        assert "client 3" in page.locator("#one .gtitle").text_content()
+        assert "client 3" in page.inner_text("#one-title")
         shown = page.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length")
         page.locator("#curves .legendtoggle").first.click()
         until(page, f"document.querySelectorAll('#curves .scatterlayer .trace').length < {shown}")

@@ -34,24 +34,15 @@ function options(select, items, value) {
   }
   select.value = String(value);
 }
-// A line of a chart's title has no more letters than the chart is wide.
-function wrapped(text) {
-  const most = narrow() ? 44 : 110, lines = [""];
-  for (const word of text.split(" ")) {
-    if ((lines[lines.length - 1] + " " + word).length > most && lines[lines.length - 1]) lines.push(word);
-    else lines[lines.length - 1] += (lines[lines.length - 1] ? " " : "") + word;
-  }
-  return lines.map(esc).join("<br>");
-}
 // What the reader has zoomed into or hidden stays so while `key` stays the same.
 function layout(title, x, y, more = {}, key = "") {
   const dark = theme() === "dark", ink = dark ? "#e6e9ec" : "#1b1f24", grid = dark ? "#333b44" : "#e4e7eb";
   const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true };
   const shape = {
     uirevision: key || "same",
-    title: { text: wrapped(title), font: { size: narrow() ? 13 : 15 }, x: 0, xref: "paper", xanchor: "left", automargin: true, yref: "container" },
+    meta: { title },  // set as text above the chart, where it wraps
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, family: "system-ui, sans-serif", size: 12 },
-    margin: { l: 50, r: 12, t: 48, b: 45 }, xaxis: { ...axis, title: { text: x } }, yaxis: { ...axis, title: { text: y } },
+    margin: { l: 50, r: 12, t: 30, b: 45 }, xaxis: { ...axis, title: { text: x } }, yaxis: { ...axis, title: { text: y } },
     legend: { orientation: "h", y: narrow() ? -0.34 : -0.22, x: 0, uirevision: "same" }, hovermode: "closest", dragmode: narrow() ? false : "zoom",
   };
   for (const [name, value] of Object.entries(more)) shape[name] = /^[xy]axis/.test(name) ? { ...axis, ...shape[name], ...value } : value;
@@ -62,6 +53,7 @@ function draw(id, traces, shape, text) {
   $(id).closest("figure").hidden = !there;
   if (!there) return false;
   if (narrow() && traces.filter(t => t.showlegend !== false).length > 6) shape = { ...shape, showlegend: false };  // a tap on a line names it
+  $(id + "-title").textContent = shape.meta.title;
   Plotly.react($(id), traces, shape, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
   $(id).setAttribute("aria-label", text);
   $(id + "-text").textContent = text;
@@ -91,8 +83,8 @@ function banded(g, seeds, when, at, of, window = () => 1) {
   const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, legendgroup: String(g) };
   return [{ ...edge, uid: `${g}-low`, y: low }, { ...edge, uid: `${g}-high`, y: high, fill: "tonexty", fillcolor: faded(colour(g), 0.18) }, line];
 }
-// [name, last value, first value] of each group that has any.
-const ends = of => data.curves.map((seeds, g) => { const v = seeds.map(of).filter(list => last(list) !== null); return v.length ? [data.short[g], mean(v.map(last)), mean(v.map(list => list.find(x => x !== null)))] : null; }).filter(Boolean);
+// [name, last value, first value] of each line that is drawn.
+const ends = traces => traces.filter(t => /-line$/.test(t.uid)).map(t => [data.short[parseInt(t.uid)], last(t.y), t.y.find(v => v !== null)]);
 
 function top_() {
   document.title = short(data.title, 80) + " · fedmix";
@@ -171,9 +163,9 @@ function learning() {
   const m = chosen.measure, over = chosen.over;
   const part = s => m === "loss" ? s.every : s;
   const traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => part(s).round, s => part(s)[over], s => part(s)[m], () => chosen.smooth));
-  const found = ends(s => part(s)[m]), best = [...found].sort((a, b) => b[1] - a[1])[0];
+  const found = ends(traces), [best, second] = [...found].sort((a, b) => b[1] - a[1]);
   const where = over === "gib" ? "what was sent" : "rounds", what = MEASURES[m].replace(", %", "");
-  const title = m === "loss" || found.length < 2 ? `${what} over ${where}${best ? `: from ${figures(best[2])} to ${figures(best[1])}` : ""}` : `${what} over ${where}: ${best[0]} ends highest, at ${figures(best[1])}`;
+  const title = m === "loss" || found.length < 2 ? `${what} over ${where}${best ? `: from ${figures(best[2])} to ${figures(best[1])}` : ""}` : `${what} over ${where}: ${best[1] - second[1] < 0.1 ? `${best[0]} and ${second[0]} end level` : `${best[0]} ends highest`}, at ${figures(best[1])}`;
   const note = m !== "loss" ? "" : " FedMix's is its bound over all experts, and is not comparable with another method's.";
   const shown = draw("curves", traces, layout(title, over === "gib" ? "GiB sent, down and up" : "round", MEASURES[m], {}, m + over),
     `${MEASURES[m]} over ${where}${m === "loss" ? "" : ", on validation data"}; at the end ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.${note}`);
@@ -206,7 +198,7 @@ function experts() {
     layout(use ? `use of each expert: from ${figures(Math.min(...use.use.map(last)))} to ${figures(Math.max(...use.use.map(last)))} at the end` : "", "round", "share", { yaxis: { range: [0, 1], automargin: true } }),
     use ? `Share of each expert over rounds; at the end ${use.use.map((y, k) => `expert ${k} ${figures(last(y))}`).join(", ")}.` : "");
   const traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => s.every.round, s => s.every.round, s => s.every.mib));
-  const sent = ends(s => s.every.mib), falls = sent.filter(([, end, start]) => end < 0.99 * start);
+  const sent = ends(traces), falls = sent.filter(([, end, start]) => end < 0.99 * start);
   draw("sent", traces, layout(falls.length ? `what a round sends falls as experts are pruned: ${falls[0][0]} from ${figures(falls[0][2])} to ${figures(falls[0][1])} MiB` : "what a round sends: the same in every round", "round", "MiB, down and up", { yaxis: { rangemode: "tozero", automargin: true } }),
     `MiB of a round, first and last: ${some(sent.map(([name, end, start]) => `${name} ${figures(start)} and ${figures(end)}`))}.`);
 }
@@ -227,9 +219,10 @@ function divergence() {
   let traces;
   if (chosen.layer) traces = data.runs.filter(run => run.layers && run.layers.layers[chosen.layer]).map(run => ({ x: run.layers.round, y: smoothed(run.layers.layers[chosen.layer], points(run.layers.step)), uid: run.path, name: named(run.name, 40), mode: "lines", line: { color: colour(run.group), dash: dash(run.group) } }));
   else traces = data.curves.flatMap((seeds, g) => banded(g, seeds, s => s.every.round, s => s.every.round, s => s.every.divergence, s => points(s.every.step)));
-  const found = chosen.layer ? traces.map(t => [t.name, last(t.y)]) : ends(s => s.every.divergence), what = chosen.layer ? `gradient divergence of ${short(chosen.layer, 60)}` : "gradient divergence";
-  const lowest = [...found].sort((a, b) => a[1] - b[1])[0];
-  $("divergence").hidden = !draw("div", traces, layout(found.length > 1 ? `${what}: ${lowest[0]}'s clients are most alike at the end` : `${what} of clients' updates over rounds`, "round", "divergence", {}, chosen.layer),
+  const found = chosen.layer ? traces.map(t => [t.name, last(t.y)]) : ends(traces), what = chosen.layer ? `gradient divergence of ${short(chosen.layer, 60)}` : "gradient divergence";
+  const [lowest, next] = [...found].sort((a, b) => a[1] - b[1]);
+  const alike = next && (next[1] < 1.02 * lowest[1] ? `clients of ${lowest[0]} and ${next[0]} are about as much alike at the end` : `${lowest[0]}'s clients are most alike at the end`);
+  $("divergence").hidden = !draw("div", traces, layout(alike ? `${what}: ${alike}` : `${what} of clients' updates over rounds`, "round", "divergence", {}, chosen.layer),
     `Divergence of the clients' updates over rounds, sliding window of ${chosen.window} rounds; lower is more alike. At the end: ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.`);
 }
 
@@ -245,10 +238,10 @@ function clients() {
     return { g, values: points.map(([v]) => 100 * v), names: points.map(([, name]) => named(name, 60)), at };
   }).filter(box => box.values.length);
   const told = boxes.map(({ g, values }) => { const v = [...values].sort((a, b) => a - b); return [`${data.short[g]}: from ${figures(v[0])} to ${figures(v[v.length - 1])}, median ${figures(median(v))}`, v[0], g]; });
-  const worst = [...told].sort((a, b) => b[1] - a[1])[0];
+  const [worst, next] = [...told].sort((a, b) => b[1] - a[1]), clear = next && worst[1] - next[1] > 0.1;
   draw("spread", boxes.map(({ g, values, names, at }) => ({ type: "box", x: values.map(() => at), y: values, uid: String(g), name: esc(data.short[g]), boxpoints: values.length > 300 ? "outliers" : "all", jitter: 0.5, pointpos: 0, marker: { size: 4, color: colour(g) },
       quartilemethod: "linear", text: names, hovertemplate: "%{text}: %{y:.1f} %<extra></extra>" })),
-    layout(boxes.length > 1 ? `local accuracy, client by client: the worst client is best off with ${data.short[worst[2]]}` : "local accuracy, client by client", "", "%", { showlegend: false, xaxis: places(boxes.map(({ g }) => named(data.short[g], narrow() ? 14 : 24))) }),
+    layout(`local accuracy, client by client: ${clear ? `the worst client is best off with ${data.short[worst[2]]}` : `the worst has ${figures(worst[1])} %`}`, "", "%", { showlegend: false, xaxis: places(boxes.map(({ g }) => named(data.short[g], narrow() ? 14 : 24))) }),
     some(told.map(([text]) => text)) + " per cent.");
   if (!runs.some(([i]) => i === chosen.of)) chosen.of = runs[0][0];
   options($("of"), runs.map(([i, run]) => [i, run.name]), chosen.of);
