@@ -201,6 +201,7 @@ def _use(run: dict[str, Any]) -> Any:
     axis = figure.subplots()
     known = [[value or 0.0 for value in row] for row in use["use"]]
     axis.stackplot(use["round"], known, colors=COLOURS, labels=[f"expert {k}" for k in range(len(known))], alpha=0.8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     _plain(axis, "communication round", "share of each expert")
     axis.set_ylim(0, 1)
     _legend(axis)
