@@ -17,7 +17,20 @@ from fedmix.experiment.build import build
 from fedmix.experiment.loop import rounds
 from fedmix.experiment.recipe import make_recipe
 
+# Files whose tests take longest, started first: with two processes neither waits for the other at the end.
+LONGEST = (
+    "test_recipes.py",
+    "test_cli.py",
+    "test_deployment.py",
+    "test_run.py",
+    "test_after_training.py",
+    "test_package.py",
+)
 METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def fedmix(*args):
