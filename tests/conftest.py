@@ -1,6 +1,7 @@
 """Small federations and experiments that every test can afford."""
 
 import io
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
@@ -60,6 +61,15 @@ def small_federation(clients=4, points=24, side="label", seed=0):
         x = centres[y] + 0.3 * s + rng.normal(size=(len(y), 2))
         made[f"site-{s}"] = {"x": x, "y": y, "c": np.where(x[:, 0] > 0, "right", "left")}
     return Federation.from_clients(made, side=side, seed=seed)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes the user's own mine.py into the current folder; no other test sees what was imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    yield (tmp_path / "mine.py").write_text
+    sys.modules.pop("mine", None)
 
 
 @pytest.fixture

@@ -256,11 +256,8 @@ def test_split_draws_a_picture_and_a_table(tmp_path, capsys, monkeypatch):
         ("[data]\nsource = 'mine:nothing'\n[data.args]\nm = 3", "data.args of mine:nothing must be of"),
     ],
 )
-def test_malformed_recipes_are_one_line(text, wrong, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("number = 3\ndef nothing(): pass\n")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+def test_malformed_recipes_are_one_line(text, wrong, tmp_path, capsys, mine):
+    mine("number = 3\ndef nothing(): pass\n")
     (tmp_path / "r.toml").write_text(text)
     assert wrong in refused(capsys, "split", "r.toml")
     assert "must be a TOML file" in refused(capsys, "split", self_made_binary(tmp_path))

@@ -150,9 +150,8 @@ def sites(count):
 """
 
 
-def test_own_models_and_data_by_name(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_own_models_and_data_by_name(tmp_path, mine):
+    mine(MINE)
     settings = {
         "model": {"name": "mine:net", "output": "2", "args": {"width": 5}},
         "data": {"source": "mine:sites", "side": "column", "args": {"count": 3}},
