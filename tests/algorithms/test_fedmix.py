@@ -7,7 +7,6 @@ import torch
 from conftest import small_experiment, small_federation, train_serially
 from torch import nn
 
-from fedmix.core.training import batches
 from fedmix.core.tree import flatten, subtree
 from fedmix.core.types import Message
 from fedmix.engines.store import MemoryStore
@@ -40,7 +39,7 @@ def naive_client(experiment, message, private, data, rng, eta, gate_through=True
         largest = max(held, key=lambda k: q[k])
         return [k for k in held if q[k] >= eta / K or k == largest]
 
-    for index in batches(len(data), training.batch_size, training.epochs, rng.child("batches")):
+    for index in training.passes().batches(len(data), rng.child("batches")):
         x, y, c = data.x[index].double(), data.y[index], data.c[index]
         keep = kept()
         hidden = {k: torch.relu(experts[k].fc1(x)) for k in keep}

@@ -113,14 +113,14 @@ def test_a_worker_that_dies_is_reported_with_its_client():
 
 def test_workers_leave_when_the_engine_closes_and_leave_nothing_open():
     experiment = small_experiment("fedavg")
-    before = len(os.listdir("/proc/self/fd"))
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         engine = LocalEngine(experiment.algorithm, experiment.federation, 0, MemoryStore(), 2)
         processes = [worker.process.pid for worker in engine._workers]
         engine.close()
         assert not any(os.path.exists(f"/proc/{pid}") for pid in processes)
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert threading.active_count() == 1
+    assert threading.active_count() <= threads
 
 
 def test_evaluation_leaves_private_state_alone():

@@ -82,9 +82,7 @@ def fedavg(
         t = int(message.numbers["round"])
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
         params = {**message.tensors, **private}
-        trained = train_client(
-            params, None, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng, frozen
-        )
+        trained = train_client(params, None, loss_of, data, optimizer, factor, client.passes(epochs), rng, frozen)
         shared = {n: w for n, w in trained.params.items() if not is_local(n)}
         local = {n: w for n, w in trained.params.items() if is_local(n)}
         return Message(shared, {"n": len(data), "loss": trained.loss}), local
@@ -127,9 +125,8 @@ def fedavg(
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
         params = stack([{**message.tensors, **own} for message, own in zip(messages, privates, strict=True)])
         frozen = model.frozen.__contains__
-        epochs = epochs or client.epochs
         trained, _, losses = train_group(
-            params, None, losses_of, data, optimizer, factor, client.batch_size, epochs, rngs, frozen
+            params, None, losses_of, data, optimizer, factor, client.passes(epochs), rngs, frozen
         )
         answers = []
         for g, (own, loss) in enumerate(zip(data, losses, strict=True)):

@@ -149,9 +149,7 @@ def fedmix(
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
-        trained = train_client(
-            params, phi, loss_of, data, optimizer, factor, client.batch_size, epochs or client.epochs, rng, frozen
-        )
+        trained = train_client(params, phi, loss_of, data, optimizer, factor, client.passes(epochs), rng, frozen)
         q_zs = posterior.expert_marginal(trained.carry, shares)
         if settings.marginal == "exact":
             q_zs = _exact_marginal(trained.params, held, data.x)
@@ -215,8 +213,7 @@ def fedmix(
             data,
             optimizer,
             factor,
-            client.batch_size,
-            epochs or client.epochs,
+            client.passes(epochs),
             rngs,
             lambda name: name.startswith("expert.") and name.removeprefix("expert.") in model.frozen,
         )

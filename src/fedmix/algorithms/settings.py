@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedmix.core.training import Passes
 from fedmix.errors import SettingError, one_of
 
 
@@ -16,6 +17,7 @@ class ClientSettings:
     """How a client trains: SGD on mini-batches."""
 
     batch_size: int = 64
+    last_batch: str = "smaller"  # full mini-batches, then what is left; "even": as many, all of nearly one size
     epochs: int = 1
     client_lr: float = 0.05
     momentum: float = 0.0
@@ -24,6 +26,8 @@ class ClientSettings:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)
+        if self.last_batch not in ("even", "smaller"):
+            raise SettingError(one_of("training.last_batch", self.last_batch, ("even", "smaller")))
         require(self.epochs >= 1, "training.epochs", "1 or more", self.epochs)
         require(self.client_lr > 0, "training.client_lr", "more than 0", self.client_lr)
         require(0 <= self.momentum < 1, "training.momentum", "in [0, 1)", self.momentum)
@@ -31,6 +35,10 @@ class ClientSettings:
         schedules = ("constant", "cosine", "linear")
         if self.schedule not in schedules:
             raise SettingError(one_of("training.schedule", self.schedule, schedules))
+
+    def passes(self, epochs: int | None = None) -> Passes:
+        """Over a client's points; `epochs`, if given, instead of the usual number."""
+        return Passes(self.batch_size, epochs or self.epochs, even=self.last_batch == "even")
 
 
 @dataclass(frozen=True)

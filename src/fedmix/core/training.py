@@ -17,10 +17,23 @@ from fedmix.rng import Stream
 Carry = TypeVar("Carry")
 
 
-def batches(n: int, batch_size: int, epochs: int, rng: Stream, device: torch.device | None = None) -> Iterator[Tensor]:
-    """Indices of the mini-batches of `epochs` passes over n points, each pass in a new order; the last may be smaller."""
-    for _ in range(epochs):
-        yield from torch.split(torch.from_numpy(rng.permutation(n)).to(device), batch_size)
+@dataclass(frozen=True)
+class Passes:
+    """How a client goes over its points: in mini-batches of at most `batch_size`, `epochs` times.
+
+    even: as many mini-batches as are needed, their sizes one apart at most; otherwise full ones, and what is left over.
+    """
+
+    batch_size: int
+    epochs: int
+    even: bool
+
+    def batches(self, n: int, rng: Stream, device: torch.device | None = None) -> Iterator[Tensor]:
+        """Indices of the mini-batches, each pass over the n points in a new order."""
+        for _ in range(self.epochs):
+            order = torch.from_numpy(rng.permutation(n)).to(device)
+            parts = max(math.ceil(n / self.batch_size), 1)
+            yield from torch.tensor_split(order, parts) if self.even else torch.split(order, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -42,8 +55,7 @@ def train_client(
     data: Examples,
     optimizer: Optimizer,
     factor: float,
-    batch_size: int,
-    epochs: int,
+    passes: Passes,
     rng: Stream,
     frozen: Callable[[str], bool] = lambda _: False,
 ) -> Trained[Carry]:
@@ -58,8 +70,7 @@ def train_client(
     losses: list[Tensor] = []  # read at the end: nothing waits for the device inside the loop
     views = rng.child("augment")
     with rng.child("dropout").torch():
-        order = batches(len(data), batch_size, epochs, rng.child("batches"), data.x.device)
-        for step, index in enumerate(order, start=1):
+        for step, index in enumerate(passes.batches(len(data), rng.child("batches"), data.x.device), start=1):
             batch = data.batch(index, views)
             leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
             try:
@@ -71,7 +82,7 @@ def train_client(
             used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
             with torch.no_grad():
                 current, state = optimizer.update(current, used, state, factor)
-    return Trained(current, carry, mean_of_last_epoch(_finite(losses, current), epochs))
+    return Trained(current, carry, mean_of_last_epoch(_finite(losses, current), passes.epochs))
 
 
 def _finite(losses: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[float]:
@@ -103,8 +114,7 @@ def train_group(
     data: Sequence[Examples],
     optimizer: Optimizer,
     factor: float,
-    batch_size: int,
-    epochs: int,
+    passes: Passes,
     rngs: Sequence[Stream],
     frozen: Callable[[str], bool] = lambda _: False,
 ) -> tuple[Params, Carry, list[float]]:
@@ -116,9 +126,7 @@ def train_group(
     sizes = [len(own) for own in data]
     x, y, c = (_filled([getattr(own, name) for own in data], max(sizes)) for name in ("x", "y", "c"))
     device = x.device
-    plans = [
-        list(batches(n, batch_size, epochs, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)
-    ]
+    plans = [list(passes.batches(n, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)]
     steps = [len(plan) for plan in plans]
     members = torch.arange(len(data), device=device).unsqueeze(1)
     current = {name: value.clone() for name, value in params.items()}
@@ -150,7 +158,7 @@ def train_group(
     if not finite:
         raise StepError("a loss or weight of the group is not finite")
     columns = history.T.tolist()
-    return current, carry, [mean_of_last_epoch(own[:n], epochs) for own, n in zip(columns, steps, strict=True)]
+    return current, carry, [mean_of_last_epoch(own[:n], passes.epochs) for own, n in zip(columns, steps, strict=True)]
 
 
 def _filled(tensors: Sequence[Tensor], length: int) -> Tensor:
