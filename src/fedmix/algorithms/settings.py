@@ -17,7 +17,7 @@ class ClientSettings:
     """How a client trains: SGD on mini-batches."""
 
     batch_size: int = 64
-    last_batch: str = "smaller"  # full mini-batches, then what is left; "even": as many, all of nearly one size
+    last_batch: str = "even"  # mini-batches of nearly one size; "smaller": full ones, then what is left
     epochs: int = 1
     client_lr: float = 0.05
     momentum: float = 0.0
