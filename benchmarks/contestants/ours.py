@@ -35,7 +35,10 @@ def federation(setting: str) -> Federation:
 
 def main(setting: str, engine: str, method: str, changes: list[str]) -> None:
     settings = {"data.source": "own", "model.name": "lenet5", "training.client_lr": 0.05}
-    settings |= {"training.batch_size": 64, "training.last_batch": "smaller"}  # the mini-batches that all contestants take
+    settings |= {
+        "training.batch_size": 64,
+        "training.last_batch": "smaller",
+    }  # the mini-batches that all contestants take
     if method == "fedavg":
         settings |= {"server.optimizer": "sgd", "server.server_lr": 1.0}
     recipe = make_recipe({"name": "bench", "rounds": 10_000}, method, settings | parse_changes(changes))
