@@ -253,6 +253,9 @@ def test_split_draws_a_picture_and_a_table(tmp_path, capsys, monkeypatch):
         ),
         ("[data]\nsource = 'mine:nothing'", "must give a Federation or a dict of clients. It gave NoneType"),
         ("[data]\nsource = 'mine:number'", "must name a function"),
+        ("name = '../elsewhere'", "name must be printable text without / and"),
+        ('name = "\\u001b[2J"', "name must be printable text without / and"),
+        ("name = ' .. '", "name must be printable text without / and"),
         ("[data]\nsource = 'mine:nothing'\n[data.args]\nm = 3", "data.args of mine:nothing must be of"),
     ],
 )

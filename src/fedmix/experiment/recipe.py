@@ -158,6 +158,8 @@ class Recipe:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
+        plain = self.name.isprintable() and not set(self.name) & set("/\\") and self.name.strip(". ")
+        require(bool(plain), "name", "printable text without / and \\: folders are named after it", self.name)
         if self.algorithm not in METHODS:
             raise SettingError(one_of("algorithm", self.algorithm, METHODS))
         require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
