@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from fedmix.core.tree import flatten
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.experiment.checkpoint import Checkpoints
-from fedmix.experiment.record import RunDirectory, read_metrics
+from fedmix.experiment.record import RunDirectory, commit, read_metrics
 from fedmix.experiment.run import Stopped, run
 
 FORK = multiprocessing.get_context("fork")
@@ -77,7 +79,33 @@ def test_a_run_directory_explains_itself(method, tmp_path):
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["sessions"][0]["engine"] == "serial"
+    assert "commit" in environment["sessions"][0]
     assert len(list((tmp_path / "run" / "checkpoints").glob("round-*"))) == 3
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_checkout_and_of_nobody_elses(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    file = tmp_path / "ours.py"
+    file.write_text("x = 1\n")
+    assert commit(file) is None
+    git("init")
+    assert commit(file) is None
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert commit(file) == git("rev-parse", "--short=12", "HEAD")
+    git("tag", "-a", "v1", "-m", "a tag is not a commit")
+    assert commit(file) == git("rev-parse", "--short=12", "HEAD")
+    file.write_text("x = 2\n")
+    assert commit(file) == git("rev-parse", "--short=12", "HEAD") + "-dirty"
+    installed = tmp_path / ".venv" / "theirs.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    assert commit(installed) is None
 
 
 def test_global_accuracy_is_null_and_says_why_where_private_state_may_not_be_shared(tmp_path):

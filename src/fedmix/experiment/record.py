@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import fields
@@ -128,7 +129,7 @@ class RunDirectory:
         write_bytes(self.path / "recipe.toml", dump_recipe(recipe).encode())
 
     def describe_environment(self, engine: str, workers: int, device: str, seed: int) -> None:
-        """environment.json: versions, machine, and each session's command."""
+        """environment.json: versions, machine, and each session's command and source."""
         path = self.path / "environment.json"
         sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
         sessions.append(
@@ -137,6 +138,7 @@ class RunDirectory:
                 "engine": engine,
                 "workers": workers,
                 "device": device,
+                "commit": commit(Path(__file__)),
                 "command": [name if (name := Path(sys.argv[0]).name) != "__main__.py" else "fedmix", *sys.argv[1:]],
             }
         )
@@ -242,3 +244,19 @@ def flat_settings(recipe: Recipe) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
+
+
+def commit(file: Path) -> str | None:
+    """The git commit that this file of ours came from, `-dirty` where the checkout was edited; None if it is in no checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # a .venv inside somebody's repository is not of that repository
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -321,6 +321,7 @@ def about(run: Run) -> dict[str, Any]:
         "sessions": len(sessions),
         "engine": (sessions[-1] if sessions else {}).get("engine"),
         "started": (sessions[0] if sessions else {}).get("started"),
+        "commits": list(dict.fromkeys(c for session in sessions if (c := session.get("commit")))),
         "packages": run.environment.get("packages", {}),
         "python": run.environment.get("python"),
         "platform": run.environment.get("platform"),

@@ -320,7 +320,7 @@ function about() {
   const made = data.runs.map(run => {
     const own = element("details"), a = run.about;
     own.append(element("summary", short(run.name, 120)));
-    own.append(element("p", `fedmix ${a.packages.fedmix || "?"}, torch ${a.packages.torch || "?"}, Python ${a.python || "?"}, ${a.cores || "?"} cores, ${a.platform || "?"}; engine ${a.engine || "?"}, started ${a.started || "?"}, ${a.sessions} session${a.sessions === 1 ? "" : "s"}`));
+    own.append(element("p", `fedmix ${a.packages.fedmix || "?"}${a.commits && a.commits.length ? ` (commit ${short(a.commits.join(", "), 80)})` : ""}, torch ${a.packages.torch || "?"}, Python ${a.python || "?"}, ${a.cores || "?"} cores, ${a.platform || "?"}; engine ${a.engine || "?"}, started ${a.started || "?"}, ${a.sessions} session${a.sessions === 1 ? "" : "s"}`));
     own.append(element("pre", short(a.command, 2000)));
     own.append(element("pre", Object.entries(a.recipe).map(([key, value]) => `${key} = ${short(JSON.stringify(value), 400)}`).join("\n")));
     own.append(element("p", short(run.path, 400)));
