@@ -29,7 +29,7 @@ def test_evaluate_answers_for_old_new_and_unknown_clients(digits_run, capsys):
             assert set(result[kind][measure]) == {"mean", "std", "worst_decile"}
     assert 0 <= result["global"]["averaged"]["union"]["accuracy"] <= 1
     assert [row["points"] for row in result["new_clients"]["labelled"]][:2] == [5, 20]
-    wanted = {"averaged", "uniform", "generative", "distilled"} if method == "fedmix" else {"averaged"}
+    wanted = {"averaged", "uniform", "pooled", "generative", "distilled"} if method == "fedmix" else {"averaged"}
     assert set(result["new_clients"]["unlabelled"]) == wanted
     assert (out / "new-clients.png").read_bytes().startswith(b"\x89PNG")
     assert fedmix("evaluate", str(out), "--no-vae", "--clients", "3", "--engine", "serial") == 0

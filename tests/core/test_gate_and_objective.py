@@ -152,3 +152,28 @@ def test_bound_is_never_above_the_direct_objective_for_beta_one(world):
         assert objective.lower_bound(joint, phi, each, 1.0) <= direct + 1e-12
     exact = torch.softmax(joint, dim=1)
     assert float(objective.lower_bound(joint, exact, each, 1.0)) == pytest.approx(float(direct), abs=1e-10)
+
+
+def test_pooled_experts_are_the_true_posterior_whatever_each_has_specialised_on(world):
+    """Bayes: an expert that saw label y with weight q(z=k|y) knows p(y|x) q(z=k|y), up to a factor."""
+    _, _, logits, _ = world
+    truth = torch.softmax(logits[0], dim=1)
+    g = torch.Generator().manual_seed(5)
+    phi = torch.softmax(2 * torch.randn(CLASSES, K, generator=g, dtype=torch.float64), dim=1)
+    experts = torch.empty(K, B, CLASSES, dtype=torch.float64)
+    for k in range(K):
+        for i in range(B):
+            seen = [float(truth[i, v] * phi[v, k]) for v in range(CLASSES)]
+            experts[k, i] = torch.tensor([math.log(p / sum(seen)) for p in seen], dtype=torch.float64) + 3 * k - i
+    assert objective.log_pooled(experts, phi).exp() == pytest.approx(truth, abs=1e-12)
+    alike = torch.full((CLASSES, K), 1 / K, dtype=torch.float64)
+    assert (objective.log_pooled(experts, alike).exp() - truth).abs().max() > 0.05
+
+
+def test_a_label_that_an_expert_never_saw_does_not_decide_alone(world):
+    _, _, logits, _ = world
+    phi = torch.full((CLASSES, K), 1 / K, dtype=torch.float64)
+    phi[0] = torch.tensor([1 - 2e-6, 1e-6, 1e-6], dtype=torch.float64)
+    floor = phi.clone()
+    floor[0] = torch.tensor([1 - 2e-6, 1e-3, 1e-3], dtype=torch.float64)
+    assert torch.equal(objective.log_pooled(logits, phi), objective.log_pooled(logits, floor))

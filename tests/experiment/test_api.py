@@ -69,6 +69,22 @@ def test_a_clients_module_predicts_the_same_and_exports(trained):
     assert torch.allclose(weights.sum(dim=1), torch.ones(9), atol=1e-6)
 
 
+def test_predictions_for_somebody_who_is_none_of_the_clients(trained):
+    _, run = trained
+    federation = small_federation()
+    if run.recipe.algorithm not in ("fedmix", "fedavg"):
+        with pytest.raises(RunError, match="here private parts decide"):
+            run.predict(federation.x)
+        return
+    assert torch.allclose(run.log_prob(federation.x).exp().sum(dim=1), torch.ones(len(federation.x)))
+    result = fedmix.evaluate(run.path, federation=federation, model=Net, densities=False, engine="serial")
+    rows = result["new_clients"]["unlabelled"]
+    index = np.concatenate(federation.parts["test"])
+    accuracy = (run.predict(federation.x[index]) == federation.y[index]).double().mean().item()
+    kind = "pooled" if run.recipe.algorithm == "fedmix" else "averaged"
+    assert accuracy == pytest.approx(rows[kind]["union"]["accuracy"])
+
+
 def test_experts_are_state_dicts(trained):
     _, run = trained
     if run.recipe.algorithm in ("fedmix", "fedavg"):

@@ -64,7 +64,7 @@ def test_it_says_what_the_summary_says_and_more(method, tmp_path):
     assert labelled[-1]["mean_points"] == np.mean(sizes)
     gates = method == "fedmix"
     assert set(result["new_clients"]["unlabelled"]) == {"averaged"} | (
-        {"uniform", "generative", "distilled"} if gates else set()
+        {"uniform", "pooled", "generative", "distilled"} if gates else set()
     )
     for row in result["new_clients"]["unlabelled"].values():
         assert row["union"]["points"] == sum(len(part) for part in federation.held_out.parts["test"])
@@ -79,7 +79,7 @@ def test_bytes_are_those_of_what_is_handed_over(tmp_path):
     rows = evaluate_run(found, SERIAL)["new_clients"]["unlabelled"]
     gates = sum(v.numel() * 4 for s in found.store.clients() for v in found.store.get(s, {}).values())
     assert rows["averaged"]["bytes_from_clients"] == gates
-    assert rows["uniform"]["bytes_from_clients"] == 0
+    assert rows["uniform"]["bytes_from_clients"] == rows["pooled"]["bytes_from_clients"] == 0
     densities = 4 * sum(4 * w.numel() for w in VAE(2).parameters())
     assert rows["generative"]["bytes_from_clients"] == gates + densities
     assert rows["distilled"]["bytes_from_clients"] == gates
@@ -92,7 +92,7 @@ def test_engines_agree_and_a_sample_of_clients_is_a_part_of_them(tmp_path):
     one = evaluate_run(found, SERIAL)
     other = evaluate_run(found, Options(workers=2))
     assert one["server"] == other["server"]
-    for kind in ("averaged", "uniform", "generative", "distilled"):
+    for kind in ("averaged", "uniform", "pooled", "generative", "distilled"):
         a, b = (result["new_clients"]["unlabelled"][kind]["union"] for result in (one, other))
         assert a == pytest.approx(b, abs=1e-5), kind
     for a, b in zip(one["new_clients"]["labelled"], other["new_clients"]["labelled"], strict=True):
@@ -124,6 +124,7 @@ def test_a_gate_trained_on_labels_is_better_than_one_that_knows_nothing(tmp_path
     trained(tmp_path / "r", federation=federation, **changes, **{"data.side": "client", "training.epochs": 3})
     result = evaluate_run(restore(tmp_path / "r", federation), replace(SERIAL, densities=False))
     new_clients = result["new_clients"]
+    assert "pooled" not in new_clients["unlabelled"]  # c is not the label: nothing to divide out
     assert result["server"]["accuracy"]["mean"] > 0.9
     assert new_clients["unlabelled"]["averaged"]["union"]["accuracy"] < 0.7
     assert new_clients["labelled"][-1]["private_parts"]["accuracy"]["mean"] > 0.85
@@ -135,7 +136,8 @@ def test_what_may_not_be_shared_is_null_and_says_why(tmp_path):
     unlabelled = result["new_clients"]["unlabelled"]
     assert [unlabelled[kind] for kind in ("averaged", "generative", "distilled")] == [None] * 3
     assert "share_private" in result["notes"]["distilled"]
-    assert unlabelled["uniform"]["union"]["accuracy"] > 0  # needs nothing of any client
+    for kind in ("uniform", "pooled"):
+        assert unlabelled[kind]["union"]["accuracy"] > 0  # needs nothing of any client
 
 
 def test_without_new_clients_the_union_stands_in_for_them(tmp_path):

@@ -367,6 +367,10 @@ def fedmix(
         thetas = [subtree(private, "gate") for private in privates]
         return objective.log_mixture(logits, gate.mean_log_gate(thetas, log_p_s, features, list(range(K))))
 
+    def pool(message: Message, x: Tensor) -> Tensor:
+        logits, _ = model.apply_all(_experts(message), x, training=False)
+        return objective.log_pooled(logits, message.tensors["phi"])
+
     def distil(message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Private:
         """One gate for the clients' gates averaged with p(s), from inputs that the server may have."""
         thetas = [subtree(private, "gate") for private in privates]
@@ -413,6 +417,7 @@ def fedmix(
         experts=lambda state: state.experts,
         uses_private=True,
         hand_over=lambda private: {name: value for name, value in private.items() if name.startswith("gate.")},
+        pool=pool if shared_phi else None,
         distil=distil,
         group_update=group_update if together and model.stackable else None,
     )

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+SMALLEST = 1e-3  # of q(z|y), where it is divided by: below that phi says little but how it was clamped
+
 
 def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
     """log p_{w_k}(y|x, z=k) for every expert: logits [K, B, classes], y [B] -> [B, K]."""
@@ -44,3 +46,12 @@ def direct_loss(log_joint: Tensor) -> Tensor:
 def log_mixture(logits: Tensor, log_gate: Tensor) -> Tensor:
     """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s)  (eq:MoEStandard): [K, B, classes], [B, K] -> [B, classes]."""
     return torch.logsumexp(torch.log_softmax(logits, dim=2) + log_gate.T.unsqueeze(2), dim=0)
+
+
+def log_pooled(logits: Tensor, phi: Tensor) -> Tensor:
+    """log p(y|x) without any gate, where c is the label: logits [K, B, classes], phi [classes, K] -> [B, classes].
+
+    Expert k learns from points that count q(z=k|y), so that p(y|x,z=k) is in proportion to p(y|x) q(z=k|y). With q divided
+    out each expert says something about p(y|x) itself; these are averaged as log-probabilities (normalisers cancel).
+    """
+    return torch.log_softmax(logits.mean(dim=0) - phi.clamp_min(SMALLEST).log().mean(dim=1), dim=1)

@@ -109,6 +109,8 @@ class Algorithm:
     wrap               (what was sent, reply, stream) -> the reply as it crosses the wire: noise, weighted sums
     predict_anonymous  (message, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y | x) [B, classes]: no
                        client identity
+    pool               (message, x) -> log p(y | x) [B, classes] from what is shared alone, where c is the label; None: the
+                       method has no posterior to do it with
     hand_over          (private) -> the part of it that predictions without identity need
     distil             (message, private states, log p(s), inputs) -> one private state that does in place of all of
                        them; None: the method has no gates
@@ -136,6 +138,7 @@ class Algorithm:
     describe: Callable[[State], dict[str, Any]]
     experts: Callable[[State], tuple[Params, ...]]
     uses_private: bool
+    pool: Callable[[Message, Tensor], Tensor] | None = None
     hand_over: Callable[[Private], Private] = dict
     distil: Callable[[Message, Sequence[Private], Tensor, Tensor], Private] | None = None
     group_update: GroupUpdate | None = None

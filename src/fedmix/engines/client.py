@@ -1,6 +1,6 @@
 """The client's side of the wire: what a client does with a message. Every engine runs exactly this."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -150,5 +150,9 @@ def one_thread() -> Iterator[None]:
 
 def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor) -> Tensor:
     """log p(y|x,s) in chunks: [N, ...] -> [N, classes]."""
+    return in_chunks(lambda part: algorithm.predict(message, private, part), x)
+
+
+def in_chunks(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([algorithm.predict(message, private, part) for part in torch.split(x, CHUNK)])
+        return torch.cat([log_prob(part) for part in torch.split(x, CHUNK)])

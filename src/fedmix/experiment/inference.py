@@ -143,7 +143,7 @@ class _Evaluation:
         }
 
     def _without_identity(self, federation: Federation, clients: Sequence[int], stage: str) -> dict[str, Any]:
-        """The union of test sets: gates (biases, representations) averaged; experts averaged."""
+        """The union of test sets: gates (biases, representations) averaged; experts averaged; experts pooled."""
         self.watch(stage, 0, 1)
         rows: dict[str, Any] = {"averaged": None}
         crowd = self.crowd
@@ -162,6 +162,11 @@ class _Evaluation:
             alone = self.algorithm.new_client(self.recipe.seed)  # a gate that knows nothing: 1/K
             rows["uniform"] = self._row(
                 federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, alone, x)
+            )
+        pool = self.algorithm.pool
+        if pool and federation.side == "label":
+            rows["pooled"] = self._row(
+                federation, clients, "experts pooled, q(z|y) divided out", lambda x: pool(self.message, x)
             )
         return rows
 

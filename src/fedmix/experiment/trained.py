@@ -18,7 +18,7 @@ from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
 from fedmix.core.types import Algorithm
 from fedmix.data.federation import client_number, normalised
-from fedmix.engines.client import predict
+from fedmix.engines.client import in_chunks, predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints, private_states
@@ -45,6 +45,7 @@ class TrainedRun:
         self.clients: list[str] = about["clients"]
         self.labels: list[str] = about.get("labels", [])  # what the user calls the classes, where the data says so
         self._mean, self._std = about["mean"], about["std"]
+        self._side = about["side"]
         self._model, self._algorithm = revive(recipe, about, model)
         checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
         found = checkpoints.load_last(self._algorithm.init(recipe.seed))
@@ -81,6 +82,26 @@ class TrainedRun:
         """Arrays as what the model is given; images of bytes are normalised as they were in training."""
         tensor = x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
         return normalised(tensor, self._mean, self._std) if self._mean else tensor.float()
+
+    def log_prob(self, x: Any) -> Tensor:
+        """log p(y|x) for somebody who is none of the clients, from what is shared alone: [N, ...] -> [N, classes].
+
+        FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label.
+        """
+        algorithm, message = self._algorithm, self._algorithm.broadcast(self._state, None)
+        if not algorithm.uses_private:
+            return predict(algorithm, message, {}, self._inputs(x))
+        if algorithm.pool is None or self._side != "label":
+            raise RunError(
+                f"{self.path} must be of FedAvg, or of FedMix with a shared posterior q(z|y) of labels: here private parts "
+                "decide. Take a client's own predictions, run.client(...).predict(x)."
+            )
+        pool = algorithm.pool
+        return in_chunks(lambda part: pool(message, part), self._inputs(x))
+
+    def predict(self, x: Any) -> Tensor:
+        """The most probable label of each input, for somebody who is none of the clients: [N, ...] -> [N]."""
+        return self.log_prob(x).argmax(dim=1)
 
     def client(self, client: int | str) -> "TrainedClient":
         """A client by number or by name."""

@@ -127,6 +127,7 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     styles = {
         "averaged": ("--", "#009e73"),
         "uniform": (":", "#999999"),
+        "pooled": ((0, (5, 1)), "#e69f00"),
         "generative": ("-.", "#cc79a7"),
         "distilled": ((0, (1, 3)), "#000000"),
     }
