@@ -177,3 +177,25 @@ def test_a_label_that_an_expert_never_saw_does_not_decide_alone(world):
     floor = phi.clone()
     floor[0] = torch.tensor([1 - 2e-6, 1e-3, 1e-3], dtype=torch.float64)
     assert torch.equal(objective.log_pooled(logits, phi), objective.log_pooled(logits, floor))
+
+
+def test_own_label_counts_are_bayes(world):
+    """A client whose inputs differ from everybody's by its labels alone: p(x|y) is the same, p(y|s) is not."""
+    g = torch.Generator().manual_seed(6)
+    p_xy = torch.softmax(torch.randn(CLASSES, B, generator=g, dtype=torch.float64), dim=1)  # p(x|y), B inputs in all
+    p_y = torch.softmax(torch.randn(CLASSES, generator=g, dtype=torch.float64), dim=0)
+    mine = torch.tensor([4.0, 0.0, 1.0, 7.0, 0.0], dtype=torch.float64)
+    everybody = p_xy.T * p_y
+    log_p = (everybody / everybody.sum(dim=1, keepdim=True)).log()
+    wanted = p_xy.T * (mine + p_y)  # and one more point
+    found = objective.log_counted(log_p, mine, p_y).exp()
+    assert found == pytest.approx(wanted / wanted.sum(dim=1, keepdim=True), abs=1e-12)
+    assert objective.log_counted(log_p, torch.zeros_like(mine), p_y) == pytest.approx(log_p, abs=1e-12)
+
+
+def test_a_label_that_nobody_has_stays_as_improbable_as_it_was(world):
+    log_p = torch.log_softmax(world[2][0], dim=1)
+    p_y = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0], dtype=torch.float64)
+    found = objective.log_counted(log_p, torch.tensor([3.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64), p_y)
+    assert torch.isfinite(found).all()
+    assert (found[:, 2] - found[:, 3]) == pytest.approx(log_p[:, 2] - log_p[:, 3], abs=1e-12)

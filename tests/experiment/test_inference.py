@@ -68,6 +68,7 @@ def test_it_says_what_the_summary_says_and_more(method, tmp_path):
     )
     for row in result["new_clients"]["unlabelled"].values():
         assert row["union"]["points"] == sum(len(part) for part in federation.held_out.parts["test"])
+    assert ("counts" in result) == ("counts" in labelled[0]) == (method in ("fedmix", "fedavg"))
     if method == "fedavg":  # nothing private to train: every amount of data gives the server's weights
         assert labelled[0]["private_parts"] == labelled[-1]["private_parts"]
         assert labelled[0]["finetuned"] != labelled[0]["private_parts"]
@@ -84,6 +85,33 @@ def test_bytes_are_those_of_what_is_handed_over(tmp_path):
     assert rows["generative"]["bytes_from_clients"] == gates + densities
     assert rows["distilled"]["bytes_from_clients"] == gates
     assert rows["distilled"]["bytes_to_new_client"] == gates / 4  # one gate, whatever the number of clients
+
+
+def test_own_label_counts_are_bayes_by_hand(tmp_path):
+    federation, _ = trained(tmp_path / "r", "fedavg")
+    found = restore(tmp_path / "r", federation)
+    result = evaluate_run(found, replace(SERIAL, densities=False))
+    message = found.experiment.algorithm.broadcast(found.state, None)
+    p_y = np.bincount(np.concatenate([federation.y[own] for own in federation.parts["train"]]), minlength=3)
+    p_y = p_y / p_y.sum()
+
+    def by_hand(data, s, counts):
+        test = data.examples(s, "test")
+        p = found.experiment.algorithm.predict(message, {}, test.x).exp().double().numpy()
+        right = 0
+        for row, y in zip(p, test.y.tolist(), strict=True):
+            right += int(np.argmax([row[v] * (counts[v] / p_y[v] + 1) for v in range(3)])) == y
+        return right / len(test.y)
+
+    everything = [np.bincount(federation.y[own], minlength=3) for own in federation.parts["train"]]
+    assert result["counts"]["accuracy"]["mean"] == pytest.approx(
+        np.mean([by_hand(federation, s, everything[s]) for s in range(4)])
+    )
+    new = federation.held_out
+    mine = [np.bincount(new.y[own], minlength=3) for own in new.parts["train"]]
+    assert result["new_clients"]["labelled"][-1]["counts"]["accuracy"]["mean"] == pytest.approx(
+        np.mean([by_hand(new, s, mine[s]) for s in range(2)])
+    )
 
 
 def test_engines_agree_and_a_sample_of_clients_is_a_part_of_them(tmp_path):

@@ -55,3 +55,13 @@ def log_pooled(logits: Tensor, phi: Tensor) -> Tensor:
     out each expert says something about p(y|x) itself; these are averaged as log-probabilities (normalisers cancel).
     """
     return torch.log_softmax(logits.mean(dim=0) - phi.clamp_min(SMALLEST).log().mean(dim=1), dim=1)
+
+
+def log_counted(log_p: Tensor, counts: Tensor, p_y: Tensor) -> Tensor:
+    """log p(y|x,s) of a client that knows its own labels' counts: [B, classes], [classes], [classes] -> [B, classes].
+
+    Bayes: in proportion to p(y|x) p(y|s) / p(y). One more point, spread over labels as everybody's are, stands for what the
+    client has not seen: with no point at all this is p(y|x).
+    """
+    p_y = p_y.clamp_min(torch.finfo(p_y.dtype).tiny)
+    return torch.log_softmax(log_p + ((counts + p_y) / p_y).log(), dim=1)

@@ -73,7 +73,7 @@ def perform(
             return _density(clients, task, rng), private
         updated = task.message.to(device), placed(private, device)
         if task.trains or task.adapt:
-            train = _labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
+            train = labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
             if task.adapt:
                 updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
             if task.trains:
@@ -86,7 +86,7 @@ def perform(
         raise ClientError(f"{where}: {kind}: {error}", f"{where}: {kind}; its site's log says more") from error
 
 
-def _labelled(train: Examples, points: int, rng: Stream) -> Examples:
+def labelled(train: Examples, points: int, rng: Stream) -> Examples:
     """Some of a client's points; fewer of them are always among more of them."""
     if not 0 < points < len(train):
         return train
@@ -151,6 +151,14 @@ def one_thread() -> Iterator[None]:
 def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor) -> Tensor:
     """log p(y|x,s) in chunks: [N, ...] -> [N, classes]."""
     return in_chunks(lambda part: algorithm.predict(message, private, part), x)
+
+
+def from_shared(algorithm: Algorithm, message: Message, side: str) -> Callable[[Tensor], Tensor] | None:
+    """log p(y|x) from what is shared alone, x -> [N, classes]; None: private parts decide."""
+    pool = algorithm.pool
+    if not algorithm.uses_private:
+        return lambda x: predict(algorithm, message, {}, x)
+    return None if pool is None or side != "label" else lambda x: in_chunks(lambda part: pool(message, part), x)
 
 
 def in_chunks(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmix.core import vae
-from fedmix.core.score import MEASURES
+from fedmix.core import objective, vae
+from fedmix.core.score import MEASURES, score
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message
 from fedmix.data.federation import Federation
-from fedmix.engines.client import CHUNK, Task
+from fedmix.engines.client import CHUNK, Task, from_shared, labelled
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import DataError, SettingError
 from fedmix.experiment import evaluate
@@ -124,7 +124,7 @@ class _Evaluation:
         return closing(make_engine(self.options.engine, self.options.workers, made, store, self.options.device))
 
     def _taking_part(self, engine: Engine) -> dict[str, Any]:
-        """local, proxy, server: clients that took part, on their own test data."""
+        """local, proxy, server, counts: clients that took part, on their own test data."""
         t, epochs = self.recipe.rounds, self.recipe.evaluation.finetune_epochs
         self.watch("server weights", 0, 1)
         server = evaluate.client_scores(self.algorithm, engine, self.run.state, self.chosen, "test", t)
@@ -140,7 +140,25 @@ class _Evaluation:
             "local": {"what": f"fine-tuned, epochs: {epochs}", **_of_clients(local)},
             "proxy": {"what": "last communicated (validation)", **_of_clients(communicated)},
             "server": {"what": f"server weights{own}", **_of_clients(server)},
+            **self._counts(self.federation, self.chosen, 0),
         }
+
+    def _counts(self, federation: Federation, clients: Sequence[int], points: int) -> dict[str, Any]:
+        """What is shared, and how often each label occurs among some of a client's own points; nothing is trained."""
+        shared = from_shared(self.algorithm, self.message, federation.side)
+        if shared is None:
+            return {}
+        everybody = torch.tensor(self.federation.label_counts(), dtype=torch.float64).sum(dim=0)
+        found = {}
+        for s in clients:
+            rng = Task("evaluate", self.recipe.rounds, s, self.message).stream(self.recipe.seed).child("points")
+            y = labelled(federation.examples(s, "train"), points, rng).y
+            data = federation.examples(s, "test")
+            counts = torch.bincount(y, minlength=federation.classes).to(torch.float64)
+            if len(data):
+                log_p = objective.log_counted(shared(data.x), counts, everybody / everybody.sum())
+                found[s] = score(log_p, data.y)
+        return {"counts": {"what": "server weights, own label counts", **_of_clients(evaluate.scores_of(found))}}
 
     def _without_identity(self, federation: Federation, clients: Sequence[int], stage: str) -> dict[str, Any]:
         """The union of test sets: gates (biases, representations) averaged; experts averaged; experts pooled."""
@@ -191,6 +209,7 @@ class _Evaluation:
                         "mean_points": float(np.mean(sizes)),
                         "private_parts": _of_clients(private),
                         "finetuned": _of_clients(all_of_it),
+                        **self._counts(new, who, points),
                         "bytes_to_new_client": message.nbytes,
                     }
                 )

@@ -18,7 +18,7 @@ from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
 from fedmix.core.types import Algorithm
 from fedmix.data.federation import client_number, normalised
-from fedmix.engines.client import in_chunks, predict
+from fedmix.engines.client import from_shared, predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints, private_states
@@ -88,16 +88,13 @@ class TrainedRun:
 
         FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label.
         """
-        algorithm, message = self._algorithm, self._algorithm.broadcast(self._state, None)
-        if not algorithm.uses_private:
-            return predict(algorithm, message, {}, self._inputs(x))
-        if algorithm.pool is None or self._side != "label":
+        shared = from_shared(self._algorithm, self._algorithm.broadcast(self._state, None), self._side)
+        if shared is None:
             raise RunError(
                 f"{self.path} must be of FedAvg, or of FedMix with a shared posterior q(z|y) of labels: here private parts "
                 "decide. Take a client's own predictions, run.client(...).predict(x)."
             )
-        pool = algorithm.pool
-        return in_chunks(lambda part: pool(message, part), self._inputs(x))
+        return shared(self._inputs(x))
 
     def predict(self, x: Any) -> Tensor:
         """The most probable label of each input, for somebody who is none of the clients: [N, ...] -> [N]."""

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, how_much, size
+from fedmix.report.text import NAMES, WITH_LABELS, how_much, size
 
 COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
 
@@ -28,7 +28,8 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("up", justify="right", no_wrap=True)
     table.add_column("down", justify="right", no_wrap=True)
-    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "", "") for kind in ("local", "proxy", "server")])
+    mine = [kind for kind in ("local", "proxy", "server", "counts") if kind in result]
+    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "", "") for kind in mine])
     _add(table, [("global", *_anonymous(row)) for row in result["global"].values() if row])
     new = result["new_clients"]
     _add(table, _labelled(new, result["algorithm"]))
@@ -58,10 +59,12 @@ def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str, str]:
 
 
 def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
-    private = {"fedmix": "gate alone", "fedavg": "nothing private"}.get(algorithm, "private parts alone")
+    private = {"fedmix": "gate alone", "fedavg": "nothing private"}.get(algorithm, WITH_LABELS["private_parts"])
     rows: list[Row] = []
-    for key, how in (("private_parts", private), ("finetuned", "then fine-tuned")):
+    for key, how in {**WITH_LABELS, "private_parts": private}.items():
         for row in new["labelled"] or ():
+            if key not in row:
+                continue
             points = f"{row['points']} points" if row["points"] else f"all points ({row['mean_points']:.0f})"
             rows.append(("new, labels", f"{how}, {points}", _spread(row[key]), "", ""))
     return rows
@@ -93,7 +96,7 @@ def _of_union(row: Mapping[str, Any]) -> list[str]:
 
 def _caption(result: Mapping[str, Any]) -> str:
     lines = [
-        "local, proxy, server: clients that took part, on their own data; global: all test points,",
+        "local, proxy, server, counts: clients that took part, on their own data; global: all points,",
         "no client identity; new: clients that never took part. accuracy in %, ± over clients; worst:",
         "mean of the worst tenth of the clients; balanced: mean over classes; NLL: negative",
         "log-likelihood; ECE: calibration error; up, down: bytes beside the experts (gates, densities)",
@@ -115,10 +118,9 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     points = [row["mean_points"] for row in curve]
-    for key, label, colour in (
-        ("private_parts", "private parts alone", "#0072b2"),
-        ("finetuned", "then fine-tuned", "#d55e00"),
-    ):
+    for (key, label), colour in zip(WITH_LABELS.items(), ("#56b4e9", "#0072b2", "#d55e00"), strict=True):
+        if key not in curve[0]:
+            continue
         mean = [100 * row[key]["accuracy"]["mean"] for row in curve]
         std = [100 * row[key]["accuracy"]["std"] for row in curve]
         axis.plot(points, mean, "o-", color=colour, label=label)

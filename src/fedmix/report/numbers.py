@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedmix.report.gather import COLUMNS, FINAL, Group, Run, differing, flat, glance, groups, part_of, table
-from fedmix.report.text import GIB
+from fedmix.report.text import GIB, WITH_LABELS
 
 POINTS = 400  # of a curve
 FRAMES = 40  # of a map over rounds
@@ -219,8 +219,8 @@ def new_clients(run: Run) -> dict[str, Any] | None:
             "points": [f"{row['mean_points']:.0f}" for row in rows],
             "accuracy": [row[key]["accuracy"]["mean"] for row in rows],
         }
-        for key, what in (("private_parts", "private parts alone"), ("finetuned", "then fine-tuned"))
-        if rows
+        for key, what in WITH_LABELS.items()
+        if rows and key in rows[0]
     ]
     without = [
         _inference("without labels", row["what"], row["clients"])

@@ -19,6 +19,11 @@ NAMES = {
     "local-global": "Local/Global",
     "independent": "independent",
 }
+WITH_LABELS = {  # what a new client may do with the labelled points it has
+    "counts": "own label counts",
+    "private_parts": "private parts alone",
+    "finetuned": "then fine-tuned",
+}
 COLUMNS = {
     "local": ("accuracy", "local", "mean"),
     "server": ("accuracy", "server", "mean"),
