@@ -94,9 +94,10 @@ def test_client_equals_the_algorithm_written_out(eta, through):
     assert reply.tensors["q_zs"].tolist() == pytest.approx(q, abs=1e-5)
 
 
-def test_one_expert_is_fedavg():
-    mixed, _ = train_serially(small_experiment("fedmix", **{"fedmix.experts": 1, "rounds": 5}))
-    plain, _ = train_serially(small_experiment("fedavg", rounds=5))
+@pytest.mark.parametrize("changes", [{}, {"training.label_counts": True}])
+def test_one_expert_is_fedavg(changes):
+    mixed, _ = train_serially(small_experiment("fedmix", **{"fedmix.experts": 1, "rounds": 5}, **changes))
+    plain, _ = train_serially(small_experiment("fedavg", rounds=5, **changes))
     for name, value in plain[-1].state.shared.items():
         assert torch.allclose(mixed[-1].state.experts[0][name], value, atol=1e-6)
     for a, b in zip(mixed, plain, strict=True):

@@ -45,6 +45,7 @@ def assert_same(one, other):
         ({"training.momentum": 0.9, "training.weight_decay": 0.01, "training.epochs": 3}, None),
         ({"data.side": "column", "fedmix.gate_through_features": False, "fedmix.beta": 1.3}, None),
         ({"fedmix.phi": "private"}, None),
+        ({"training.label_counts": True}, None),
         ({"fedmix.prior": "reported", "training.schedule": "cosine", "rounds": 5}, None),
         ({"model.output": "2"}, frozen_net),
     ],

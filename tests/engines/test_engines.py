@@ -34,7 +34,13 @@ def train_locally(experiment, workers):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("changes", [{}, {"fedmix.eta": 0.8, "clients_per_round": 3, "fedmix.gamma": 0.5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fedmix.eta": 0.8, "clients_per_round": 3, "fedmix.gamma": 0.5, "training.label_counts": True},
+    ],
+)
 def test_engines_agree(method, changes):
     experiment = small_experiment(method, **changes)
     serial, own = train_serially(experiment)

@@ -1,8 +1,15 @@
-"""What the methods share: optimisers from settings, and weights taken over from another run."""
+"""What the methods share: optimisers from settings, weights taken over from another run, clients' own label counts."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 from fedmix.algorithms.settings import ClientSettings, ServerSettings
+from fedmix.core.objective import label_offset
 from fedmix.core.optim import Optimizer, adam, sgd
 from fedmix.core.tree import Params
+from fedmix.core.types import Private
 from fedmix.errors import ModelError
 
 
@@ -24,3 +31,32 @@ def fitting(w: Params, like: Params) -> Params:
     if shapes != wanted:
         raise ModelError(f"a warm start needs the same model. The other run's has {shapes}, this one's {wanted}.")
     return {name: w[name].clone() for name in like}
+
+
+class OwnLabels:
+    """training.label_counts: a client's own label counts in front of what is shared, which then learns p(y|x) of labels in
+    equal shares (Zhang et al., 2022). They are private state; before a client has trained they are zeros, and change nothing.
+    """
+
+    NAME = "labels"
+
+    def __init__(self, settings: ClientSettings, classes: int) -> None:
+        self.on = settings.label_counts
+        self._classes = classes
+
+    def new(self) -> Private:
+        return {self.NAME: torch.zeros(self._classes)} if self.on else {}
+
+    def of(self, y: Tensor) -> Private:
+        """From a client's labelled points."""
+        if not self.on:
+            return {}
+        counts = torch.bincount(y, minlength=self._classes).to(torch.float32)
+        return {self.NAME: label_offset(counts, torch.full_like(counts, 1 / self._classes))}
+
+    def add(self, logits: Tensor, private: Mapping[str, Tensor]) -> Tensor:
+        """[..., classes] -> [..., classes]."""
+        return logits + private[self.NAME] if self.NAME in private else logits
+
+    def without(self, private: Mapping[str, Tensor]) -> Params:
+        return {name: value for name, value in private.items() if name != self.NAME}

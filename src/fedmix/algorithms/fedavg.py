@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, PrivacySettings, ServerSettings
 from fedmix.core import aggregate, divergence, guard, privacy
 from fedmix.core.model import Model
@@ -54,6 +54,7 @@ def fedavg(
     optimizer = client_optimizer(client)
     w_optimizer = server_optimizer(server)
     linear = server.aggregation == "linear"
+    labels = OwnLabels(client, model.classes)
 
     def start(seed: int, local: bool) -> Params:
         params = model.init(stream(seed, "init", "expert", 0))  # FedMix's first expert starts here too
@@ -75,17 +76,19 @@ def fedavg(
     def _train(
         message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None, frozen: IsLocal
     ) -> tuple[Message, Private]:
+        own = labels.of(data.y)
+
         def loss_of(params: Mapping[str, Tensor], batch: Examples, carry: None) -> tuple[Tensor, None]:
             logits, _ = model.apply(params, batch.x, training=True)
-            return torch.nn.functional.cross_entropy(logits, batch.y), carry
+            return torch.nn.functional.cross_entropy(labels.add(logits, own), batch.y), carry
 
         t = int(message.numbers["round"])
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
-        params = {**message.tensors, **private}
+        params = {**message.tensors, **labels.without(private)}
         trained = train_client(params, None, loss_of, data, optimizer, factor, client.passes(epochs), rng, frozen)
         shared = {n: w for n, w in trained.params.items() if not is_local(n)}
         local = {n: w for n, w in trained.params.items() if is_local(n)}
-        return Message(shared, {"n": len(data), "loss": trained.loss}), local
+        return Message(shared, {"n": len(data), "loss": trained.loss}), local | own
 
     def client_update(
         message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
@@ -94,7 +97,7 @@ def fedavg(
 
     def adapt(message: Message, private: Private, data: Examples, rng: Stream, epochs: int) -> tuple[Message, Private]:
         if not local_names:
-            return message, private
+            return message, labels.of(data.y)
         _, local = _train(message, private, data, rng, epochs, lambda n: n in model.frozen or not is_local(n))
         return message, local
 
@@ -116,14 +119,19 @@ def fedavg(
         if any(own.augment for own in data):
             return None
 
+        owns = [labels.of(own.y) for own in data]
+        stacked = {name: value.unsqueeze(1) for name, value in stack(owns).items()}  # [G, 1, classes]
+
         def losses_of(params: Mapping[str, Tensor], batch: GroupBatch, carry: None) -> tuple[Tensor, None]:
             logits, _ = model.apply_stacked(params, batch.x)
-            log_p = torch.log_softmax(logits, dim=2).gather(2, batch.y.unsqueeze(2)).squeeze(2)
+            log_p = torch.log_softmax(labels.add(logits, stacked), dim=2).gather(2, batch.y.unsqueeze(2)).squeeze(2)
             return -(batch.weight * log_p).sum(dim=1), carry
 
         t = int(messages[0].numbers["round"])
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
-        params = stack([{**message.tensors, **own} for message, own in zip(messages, privates, strict=True)])
+        params = stack(
+            [{**message.tensors, **labels.without(own)} for message, own in zip(messages, privates, strict=True)]
+        )
         frozen = model.frozen.__contains__
         trained, _, losses = train_group(
             params, None, losses_of, data, optimizer, factor, client.passes(epochs), rngs, frozen
@@ -132,7 +140,7 @@ def fedavg(
         for g, (own, loss) in enumerate(zip(data, losses, strict=True)):
             shared = {n: w[g] for n, w in trained.items() if not is_local(n)}
             local = {n: w[g] for n, w in trained.items() if is_local(n)}
-            answers.append((Message(shared, {"n": len(own), "loss": loss}), local))
+            answers.append((Message(shared, {"n": len(own), "loss": loss}), local | owns[g]))
         return answers
 
     def check(sent: Message, back: Message) -> str | None:
@@ -157,8 +165,8 @@ def fedavg(
         return replace(after, shared=shared, opt=opt), Diagnosis(sum(layers.values()), {"divergence_layers": [layers]})
 
     def predict(message: Message, private: Private, x: Tensor) -> Tensor:
-        logits, _ = model.apply({**_weights(message), **private}, x, training=False)
-        return torch.log_softmax(logits, dim=1)
+        logits, _ = model.apply({**_weights(message), **labels.without(private)}, x, training=False)
+        return torch.log_softmax(labels.add(logits, private), dim=1)
 
     def _weights(message: Message) -> Params:
         return {n: w for n, w in message.tensors.items() if not is_local(n)}
@@ -187,7 +195,7 @@ def fedavg(
     return Algorithm(
         name=name,
         init=init,
-        new_client=lambda seed: start(seed, local=True),
+        new_client=lambda seed: start(seed, local=True) | labels.new(),
         broadcast=broadcast,
         client_update=client_update,
         adapt=adapt,
@@ -201,6 +209,7 @@ def fedavg(
         describe=describe,
         experts=lambda state: (state.shared,),
         uses_private=bool(local_names),
+        hand_over=labels.without,
         group_update=group_update if model.stackable else None,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.algorithms.common import client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, FedmixSettings, PrivacySettings, ServerSettings
 from fedmix.core import aggregate, divergence, gate, guard, health, objective, posterior, privacy, prune
 from fedmix.core.model import Model
@@ -53,6 +53,7 @@ def fedmix(
     prior = _public_prior(settings.prior, categories)
     shared_phi = settings.phi == "global" and settings.objective == "bound"
     linear = server.aggregation == "linear"
+    labels = OwnLabels(client, model.classes)
     shapes = {"q_zs": [K], "phi": [categories, K], "c_shares": [categories]}  # of what a reply holds beside weights
 
     def frozen(name: str) -> bool:
@@ -76,7 +77,7 @@ def fedmix(
         )
 
     def new_client(seed: int) -> Private:
-        private = {f"gate.{name}": value for name, value in gate.new_gate(model.features, K).items()}
+        private = {f"gate.{name}": value for name, value in gate.new_gate(model.features, K).items()} | labels.new()
         return private | ({"phi": posterior.uniform(categories, K)} if settings.phi == "private" else {})
 
     def broadcast(state: FedmixState, s: int | None) -> Message:
@@ -120,7 +121,8 @@ def fedmix(
         shares = posterior.category_shares(data.c, categories)
         phi = message.tensors["phi"] if shared_phi else private.get("phi", posterior.uniform(categories, K))
         params = {name: w for name, w in message.tensors.items() if name.startswith("expert.")}
-        params |= {name: value for name, value in private.items() if name != "phi"}
+        params |= _gate_of(private)
+        own = labels.of(data.y)
 
         def loss_of(params: Mapping[str, Tensor], batch: Examples, phi: Tensor) -> tuple[Tensor, Tensor]:
             keep = held
@@ -134,7 +136,7 @@ def fedmix(
             if not settings.gate_through_features:
                 features = features.detach()
             log_gate = gate.log_gate(subtree(params, "gate"), features, keep)  # [B, K]
-            log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
+            log_lik = objective.log_likelihood(labels.add(logits, own), batch.y)  # [B, K']
             joint = objective.log_joint(log_lik, log_gate if len(keep) == K else log_gate[:, keep])
             if settings.objective == "direct":
                 return objective.direct_loss(joint), phi
@@ -144,7 +146,7 @@ def fedmix(
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
             for j, rows in _come_late(q_lik, matter):  # points that have come to matter in this very step
                 again, _ = model.apply(experts[j], batch.x[rows], training=True)
-                new = objective.log_likelihood(again.unsqueeze(0), batch.y[rows]).squeeze(1)
+                new = objective.log_likelihood(labels.add(again, own).unsqueeze(0), batch.y[rows]).squeeze(1)
                 log_lik = log_lik.index_put((rows, torch.full_like(rows, j)), new)
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
@@ -155,7 +157,7 @@ def fedmix(
             q_zs = _exact_marginal(trained.params, held, data.x)
         keep = prune.kept(q_zs, settings.eta, held) if settings.eta else held
         experts = flatten({str(k): subtree(trained.params, f"expert.{k}") for k in keep}, "expert")
-        theta = {f"gate.{name}": value for name, value in subtree(trained.params, "gate").items()}
+        theta = _gate_of(trained.params) | own
         return _answer(experts, theta, trained.carry, data, trained.loss, q_zs)
 
     def _come_late(q: Tensor, matter: Tensor | None) -> list[tuple[int, Tensor]]:
@@ -187,7 +189,9 @@ def fedmix(
             f"expert.{name}": torch.stack([m.tensors[f"expert.{k}.{name}"] for m in messages for k in range(K)])
             for name in names
         }  # [G K, ...]
-        gates = stack([{name: value for name, value in own.items() if name != "phi"} for own in privates])
+        gates = stack([_gate_of(own) for own in privates])
+        owns = [labels.of(own.y) for own in data]
+        stacked = {name: value.unsqueeze(1).unsqueeze(1) for name, value in stack(owns).items()}  # [G, 1, 1, classes]
         params = {name: value.view(G, K, *value.shape[1:]) for name, value in experts.items()} | gates
 
         def losses_of(params: Mapping[str, Tensor], batch: GroupBatch, phi: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +201,7 @@ def fedmix(
             if not settings.gate_through_features:
                 features = features.detach()
             log_gate = gate.log_gates(subtree(params, "gate"), features)  # [G, B, K]
-            log_lik = objective.log_likelihoods(logits, batch.y)  # [G, B, K]
+            log_lik = objective.log_likelihoods(labels.add(logits, stacked), batch.y)  # [G, B, K]
             with torch.no_grad():
                 joint = objective.log_joint(log_lik, log_gate)
                 phi_bar, present = posterior.solve_phis(joint, batch.c, batch.weight > 0, categories, beta)
@@ -220,7 +224,7 @@ def fedmix(
         answers = []
         for g, (own, loss) in enumerate(zip(data, losses, strict=True)):
             experts = {f"expert.{k}.{name}": trained[f"expert.{name}"][g, k] for k in range(K) for name in names}
-            theta = {name: value[g] for name, value in trained.items() if name.startswith("gate.")}
+            theta = {name: value[g] for name, value in _gate_of(trained).items()} | owns[g]
             answers.append(_answer(experts, theta, phi[g], own, loss))
         return answers
 
@@ -360,7 +364,8 @@ def fedmix(
     def predict(message: Message, private: Private, x: Tensor) -> Tensor:
         held = _held(message.tensors)
         logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
-        return objective.log_mixture(logits, gate.log_gate(subtree(private, "gate"), features, held, over=held))
+        log_gate = gate.log_gate(subtree(private, "gate"), features, held, over=held)
+        return objective.log_mixture(labels.add(logits, private), log_gate)
 
     def predict_anonymous(message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Tensor:
         logits, features = model.apply_all(_experts(message), x, training=False)
@@ -416,11 +421,15 @@ def fedmix(
         describe=describe,
         experts=lambda state: state.experts,
         uses_private=True,
-        hand_over=lambda private: {name: value for name, value in private.items() if name.startswith("gate.")},
+        hand_over=_gate_of,
         pool=pool if shared_phi else None,
         distil=distil,
         group_update=group_update if together and model.stackable else None,
     )
+
+
+def _gate_of(tensors: Mapping[str, Tensor]) -> Params:
+    return {name: value for name, value in tensors.items() if name.startswith("gate.")}
 
 
 def _held(tensors: Mapping[str, Tensor]) -> list[int]:

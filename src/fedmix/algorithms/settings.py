@@ -23,6 +23,7 @@ class ClientSettings:
     momentum: float = 0.0
     weight_decay: float = 0.0
     schedule: str = "constant"
+    label_counts: bool = False  # a client adds log(its own label counts) to the logits, when it trains and predicts
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)

@@ -10,10 +10,17 @@ from fedmix.core.model import Model
 
 
 class Mixture(nn.Module):
-    """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s): x [B, ...] -> [B, classes]. One expert needs no gate."""
+    """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s): x [B, ...] -> [B, classes]. One expert needs no gate.
+
+    labels: what the client adds to every expert's logits [classes] (training.label_counts).
+    """
 
     def __init__(
-        self, model: Model, experts: Sequence[Mapping[str, Tensor]], theta: Mapping[str, Tensor] | None
+        self,
+        model: Model,
+        experts: Sequence[Mapping[str, Tensor]],
+        theta: Mapping[str, Tensor] | None,
+        labels: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.experts = nn.ModuleList(model.module_with(w) for w in experts)
@@ -21,6 +28,7 @@ class Mixture(nn.Module):
         self._held = list(range(len(experts)))
         for name, value in (theta or {}).items():
             self.register_buffer(f"gate_{name}", value.detach().clone())
+        self.register_buffer("labels", torch.zeros(model.classes) if labels is None else labels.detach().clone())
         self._caught: list[Tensor] = []
         for expert in self.experts:
             expert.get_submodule(self._output).register_forward_pre_hook(self._catch)
@@ -43,7 +51,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits, features = self._experts(x)
-        return objective.log_mixture(logits, self._log_gate(features))
+        return objective.log_mixture(logits + self.get_buffer("labels"), self._log_gate(features))
 
     def expert_weights(self, x: Tensor) -> Tensor:
         """p(z|x,s): how much each expert counts for each input. [B, ...] -> [B, K]"""

@@ -63,5 +63,10 @@ def log_counted(log_p: Tensor, counts: Tensor, p_y: Tensor) -> Tensor:
     Bayes: in proportion to p(y|x) p(y|s) / p(y). One more point, spread over labels as everybody's are, stands for what the
     client has not seen: with no point at all this is p(y|x).
     """
+    return torch.log_softmax(log_p + label_offset(counts, p_y), dim=1)
+
+
+def label_offset(counts: Tensor, p_y: Tensor) -> Tensor:
+    """log p(y|s)/p(y) from counts and one more point, up to a constant: [classes], [classes] -> [classes]."""
     p_y = p_y.clamp_min(torch.finfo(p_y.dtype).tiny)
-    return torch.log_softmax(log_p + ((counts + p_y) / p_y).log(), dim=1)
+    return ((counts + p_y) / p_y).log()

@@ -135,7 +135,7 @@ class _Evaluation:
             s: proxy[s] for s in self.chosen if s in proxy and (not proxy[s]["points"] or MEASURES[-1] in proxy[s])
         }
         communicated = evaluate.scores_of(known)
-        own = ", own private parts" if self.algorithm.uses_private else ""
+        own = ", own private parts" if self.algorithm.new_client(self.recipe.seed) else ""
         return {
             "local": {"what": f"fine-tuned, epochs: {epochs}", **_of_clients(local)},
             "proxy": {"what": "last communicated (validation)", **_of_clients(communicated)},

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedmix.algorithms.common import OwnLabels
 from fedmix.core.mixture import Mixture
 from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
@@ -135,11 +136,13 @@ class TrainedClient:
         """
         gate = subtree(self._private, "gate")
         tensors = self._message.tensors
+        labels = self._private.get(OwnLabels.NAME)
         if self._run.recipe.algorithm != "fedmix":
-            return Mixture(self._run._model, [{**tensors, **self._private}], None).eval()
+            weights = {name: w for name, w in self._private.items() if name != OwnLabels.NAME}
+            return Mixture(self._run._model, [{**tensors, **weights}], None, labels).eval()
         held = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
         theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}
-        return Mixture(self._run._model, [subtree(tensors, f"expert.{k}") for k in held], theta).eval()
+        return Mixture(self._run._model, [subtree(tensors, f"expert.{k}") for k in held], theta, labels).eval()
 
 
 def load(run: str | Path, model: Callable[[], nn.Module] | nn.Module | None = None) -> TrainedRun:
