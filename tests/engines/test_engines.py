@@ -39,6 +39,7 @@ def train_locally(experiment, workers):
     [
         {},
         {"fedmix.eta": 0.8, "clients_per_round": 3, "fedmix.gamma": 0.5, "training.label_counts": True},
+        {"training.precision": "bfloat16"},
     ],
 )
 def test_engines_agree(method, changes):

@@ -23,6 +23,7 @@ class ClientSettings:
     momentum: float = 0.0
     weight_decay: float = 0.0
     schedule: str = "constant"
+    precision: str = "float32"  # of a step's convolutions and products, or "bfloat16"; all else is float32
     label_counts: bool = False  # a client adds log(its own label counts) to the logits, when it trains and predicts
 
     def __post_init__(self) -> None:
@@ -36,6 +37,8 @@ class ClientSettings:
         schedules = ("constant", "cosine", "linear")
         if self.schedule not in schedules:
             raise SettingError(one_of("training.schedule", self.schedule, schedules))
+        if self.precision not in ("float32", "bfloat16"):
+            raise SettingError(one_of("training.precision", self.precision, ("float32", "bfloat16")))
 
     def passes(self, epochs: int | None = None) -> Passes:
         """Over a client's points; `epochs`, if given, instead of the usual number."""

@@ -6,7 +6,7 @@ the module needs no change.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +27,13 @@ STACK_PARAMETERS = 250_000  # larger models fill the cores by themselves
 class Model:
     """A classifier whose parameters live outside of it. `build` makes a module; each call draws fresh parameters."""
 
-    def __init__(self, build: Factory, output: str, example: Tensor, classes: int) -> None:
-        """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs."""
+    def __init__(self, build: Factory, output: str, example: Tensor, classes: int, precision: str = "float32") -> None:
+        """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs.
+
+        precision: of convolutions and products in training; parameters, what they give and predictions are float32.
+        """
         self.build = build
+        self._bfloat16 = precision == "bfloat16"
         self._example = example
         self._device = example.device
         self.output = output
@@ -64,14 +68,19 @@ class Model:
         if self.module.training != training:
             self.module.train(training)
         caught: list[Tensor] = []
-        with _hook(self._layer(self.output), before=lambda _, args: caught.append(args[0])):
+        mixed = training and self._bfloat16
+        with (
+            _hook(self._layer(self.output), before=lambda _, args: caught.append(args[0])),
+            torch.autocast(x.device.type, torch.bfloat16) if mixed else nullcontext(),
+        ):
             logits = self._call(params, x)
         if len(caught) != 1:
             raise ModelError(
                 f"the output layer {self.output!r} must be used once in a forward pass. It was used {len(caught)} times; "
                 "name the layer whose output are the logits."
             )
-        return logits, caught[0].flatten(1)
+        features = caught[0].flatten(1)
+        return (logits.float(), features.float()) if mixed else (logits, features)
 
     def apply_all(
         self, experts: Sequence[Mapping[str, Tensor]], x: Tensor, training: bool, where: Tensor | None = None
@@ -102,8 +111,10 @@ class Model:
     @cached_property
     def stackable(self) -> bool:
         """Whether several sets of parameters can be applied at once, and that pays: a small model without convolutions
-        and without randomness."""
+        and without randomness. Not in bfloat16, whose rounding would tell a client in a group from one alone."""
         if self.parameters > STACK_PARAMETERS or any(isinstance(m, _ConvNd) for m in self._layers.values()):
+            return False
+        if self._bfloat16:
             return False
         alone = self._params(self.module)
         stacked = {name: torch.stack([value, value + 0.1]) for name, value in alone.items()}
