@@ -94,7 +94,7 @@ def test_client_equals_the_algorithm_written_out(eta, through):
     assert reply.tensors["q_zs"].tolist() == pytest.approx(q, abs=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"training.label_counts": True}])
+@pytest.mark.parametrize("changes", [{}, {"training.label_counts": True}, {"fedmix.full_steps": True}])
 def test_one_expert_is_fedavg(changes):
     mixed, _ = train_serially(small_experiment("fedmix", **{"fedmix.experts": 1, "rounds": 5}, **changes))
     plain, _ = train_serially(small_experiment("fedavg", rounds=5, **changes))
@@ -103,6 +103,20 @@ def test_one_expert_is_fedavg(changes):
     for a, b in zip(mixed, plain, strict=True):
         assert a.loss == pytest.approx(b.loss, abs=1e-6)
         assert a.diagnosis.divergence == pytest.approx(b.diagnosis.divergence, abs=1e-5)
+
+
+def test_experts_that_are_all_alike_step_as_far_as_one_model():
+    """Full steps, phi held at 1/K: each expert's training on a client is FedAvg's, from the same weights."""
+    alike = {"fedmix.full_steps": True, "fedmix.gamma": 1.0, "fedmix.gate_through_features": False}
+    mixed, plain = small_experiment("fedmix", **alike), small_experiment("fedavg")
+    sent = mixed.algorithm.broadcast(mixed.algorithm.init(0), 2)
+    single = plain.algorithm.broadcast(plain.algorithm.init(0), 2)  # starts where expert 0 does
+    rng, data = stream(0, "round", 1, "client", 2), mixed.federation.examples(2, "train")
+    many, _ = mixed.algorithm.client_update(sent, mixed.algorithm.new_client(0), data, rng, None)
+    one, _ = plain.algorithm.client_update(single, plain.algorithm.new_client(0), data, rng, None)
+    for name, value in subtree(many.tensors, "expert.0").items():
+        assert torch.allclose(value, one.tensors[name], atol=1e-6)
+        assert not torch.equal(value, single.tensors[name])
 
 
 @pytest.mark.parametrize("changes", [{}, {"training.momentum": 0.9}, {"training.schedule": "cosine"}])

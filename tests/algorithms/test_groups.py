@@ -46,6 +46,7 @@ def assert_same(one, other):
         ({"data.side": "column", "fedmix.gate_through_features": False, "fedmix.beta": 1.3}, None),
         ({"fedmix.phi": "private"}, None),
         ({"training.label_counts": True}, None),
+        ({"fedmix.full_steps": True, "fedmix.gamma": 0.5}, None),
         ({"fedmix.prior": "reported", "training.schedule": "cosine", "rounds": 5}, None),
         ({"model.output": "2"}, frozen_net),
     ],

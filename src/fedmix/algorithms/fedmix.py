@@ -144,7 +144,10 @@ def fedmix(
                 phi_bar, present = posterior.solve_phi(joint, batch.c, categories, beta)
                 phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
-            for j, rows in _come_late(q_lik, matter):  # points that have come to matter in this very step
+                late = _come_late(q_lik, matter)
+                if settings.full_steps:
+                    q_lik = objective.full_steps(q_lik, torch.full_like(q_lik[:, 0], 1 / len(q_lik)))
+            for j, rows in late:  # points that have come to matter in this very step
                 again, _ = model.apply(experts[j], batch.x[rows], training=True)
                 new = objective.log_likelihood(labels.add(again, own).unsqueeze(0), batch.y[rows]).squeeze(1)
                 log_lik = log_lik.index_put((rows, torch.full_like(rows, j)), new)
@@ -207,7 +210,8 @@ def fedmix(
                 phi_bar, present = posterior.solve_phis(joint, batch.c, batch.weight > 0, categories, beta)
                 phi = torch.where(present.unsqueeze(2), settings.gamma * phi + (1 - settings.gamma) * phi_bar, phi)
                 q = phi.gather(1, batch.c.unsqueeze(2).expand(-1, -1, K))
-            return -(batch.weight * (q * (log_lik + log_gate)).sum(dim=2)).sum(dim=1), phi
+                q_lik = objective.full_steps(q, batch.weight) if settings.full_steps else q
+            return -(batch.weight * (q_lik * log_lik + q * log_gate).sum(dim=2)).sum(dim=1), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
         trained, phi, losses = train_group(

@@ -38,6 +38,17 @@ def bound_loss(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor)
     return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1)).mean()
 
 
+def full_steps(q: Tensor, weight: Tensor) -> Tensor:
+    """q(z|c) so that an expert's likelihood is a mean over its own share of the mini-batch: it steps as far as one model
+    would, where in L_s experts that are all alike step 1/K as far. Not in the paper. One with less than an equal share of
+    the mini-batch still steps less far in proportion.
+
+    q [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
+    """
+    share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)
+    return q / share.clamp(min=1 / q.shape[-1])
+
+
 def direct_loss(log_joint: Tensor) -> Tensor:
     """-mean_i log sum_z p(z|x_i,s) p(y_i|x_i,z)  (eq:globalObjective), without a posterior: [B, K] -> scalar."""
     return -torch.logsumexp(log_joint, dim=1).mean()
