@@ -119,6 +119,23 @@ def sizes() -> list[dict[str, Any]]:
     return rows
 
 
+def precisions() -> list[dict[str, Any]]:
+    """A FedAvg round in float32 and bfloat16, in turns; the ratio is the median of the turns' own."""
+    rows = []
+    for channels, points in (([16, 32], 450), ([32, 64], 450), ([113, 226], 128)):
+        data, seconds = federation(10, points), []
+        for _ in range(3):
+            kinds = [
+                experiment("fedavg", data, **{"model.channels": channels, "training.precision": precision})
+                for precision in ("float32", "bfloat16")
+            ]
+            seconds.append([seconds_a_round(made, count=2) for made in kinds])
+        full, half = (statistics.median(column) for column in zip(*seconds, strict=True))
+        ratio = statistics.median(a / b for a, b in seconds)
+        rows.append({"what": f"LeNet-5 {channels}", "float32": full, "bfloat16": half, "times as fast": ratio})
+    return rows
+
+
 def digits() -> list[dict[str, Any]]:
     made = build(read_recipe("digits-permutation"))
     algorithm, seconds = made.algorithm, {}
@@ -213,7 +230,9 @@ def start() -> list[dict[str, Any]]:
     ]
 
 
-PARTS_OF_IT = {f.__name__: f for f in (experts, skipping, digits, cohorts, registered, sizes, after, memory, start)}
+PARTS_OF_IT = {
+    f.__name__: f for f in (experts, skipping, precisions, digits, cohorts, registered, sizes, after, memory, start)
+}
 
 
 def main() -> None:

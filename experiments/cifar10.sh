@@ -8,7 +8,7 @@ for method in fedavg biased-fedavg local-global; do
 done
 go cifar10/fedmix-gamma0.99 cifar10 --rounds "$ROUNDS"
 # FedAvg with four times the parameters: the same communication as FedMix with four experts
-go cifar10/fedavg-113-channels cifar10 --rounds $((ROUNDS / 4)) --algorithm fedavg --set "model.channels=[113,226]"
+go cifar10/fedavg-113-channels cifar10 --rounds $((ROUNDS / 4)) --algorithm fedavg --set "model.channels=[113,226]" "${BF16[@]}"
 for run in fedmix-gamma0.99 fedavg; do
   look "cifar10/$run" --no-vae
   audit "cifar10/$run"
