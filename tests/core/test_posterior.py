@@ -93,7 +93,7 @@ def test_permuting_experts_permutes_phi(batch):
     order = torch.tensor([3, 0, 4, 1, 2])
     phi, _ = posterior.solve_phi(log_joint, c, 4, 0.8)
     permuted, _ = posterior.solve_phi(log_joint[:, order], c, 4, 0.8)
-    assert torch.equal(permuted, phi[:, order])
+    torch.testing.assert_close(permuted, phi[:, order], rtol=1e-15, atol=0)  # a sum over k in another order
 
 
 def test_dampening_moves_only_rows_that_the_batch_holds(batch):

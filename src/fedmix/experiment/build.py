@@ -45,7 +45,7 @@ def build(
     """
     federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
     example = federation.inputs(torch.arange(2))
-    built = build_model(recipe, example, federation.classes, model)
+    built = build_model(recipe.model, example, federation.classes, model, recipe.training.precision)
     algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example)
     return Experiment(recipe, federation, built, algorithm)
 
@@ -64,9 +64,12 @@ def build_algorithm(recipe: Recipe, model: Model, clients: int, categories: int,
 
 
 def build_model(
-    recipe: Recipe, example: Tensor, classes: int, given: Callable[[], nn.Module] | nn.Module | None = None
+    settings: ModelSettings,
+    example: Tensor,
+    classes: int,
+    given: Callable[[], nn.Module] | nn.Module | None = None,
+    precision: str = "float32",
 ) -> Model:
-    settings = recipe.model
     if given is not None:
         factory = partial(_fresh_copy, given) if isinstance(given, nn.Module) else given
     elif settings.name in MODELS:
@@ -80,7 +83,7 @@ def build_model(
         factory = partial(named_object(settings.name, "model.name"), **settings.args)
     else:
         raise SettingError(one_of("model.name", settings.name, [*MODELS, "package.module:name"]))
-    return Model(factory, settings.output, example, classes, recipe.training.precision)
+    return Model(factory, settings.output, example, classes, precision)
 
 
 def _named_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:

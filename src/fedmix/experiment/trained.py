@@ -32,7 +32,7 @@ def revive(
 ) -> tuple[Model, Algorithm]:
     """Model and method of a run, from its recipe and what federation.json says of its data."""
     example = torch.zeros(2, *about["input"])
-    built = build_model(recipe, example, about["classes"], model)
+    built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision)
     return built, build_algorithm(recipe, built, len(about["clients"]), about["categories"], example)
 
 
