@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
+from torch import nn
 
+from fedmix.algorithms.common import OwnLabels
 from fedmix.core import objective
 from fedmix.core.mixture import Mixture
 from fedmix.core.tree import subtree
@@ -29,7 +31,7 @@ def test_a_client_step_is_autograds_with_the_counts_by_hand():
     for name, leaf in leaves.items():
         assert torch.allclose(reply.tensors[name], leaf.detach() - 0.3 * leaf.grad, atol=1e-6), name
     assert reply.numbers["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert private["labels"].exp().tolist() == pytest.approx([1.0 + 3 * n for n in counts], rel=1e-5)
+    assert private[OwnLabels.NAME].exp().tolist() == pytest.approx([1.0 + 3 * n for n in counts], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -39,9 +41,9 @@ def test_counts_are_private_and_change_a_clients_predictions_alone(method):
     algorithm, x = experiment.algorithm, experiment.federation.x[:9]
     message = algorithm.broadcast(steps[-1].state, None)
     for reply in steps[-1].replies:
-        assert "labels" not in reply.message.tensors
-    assert "labels" not in algorithm.hand_over(privates[1])
-    unknown = privates[1] | {"labels": torch.zeros(3)}
+        assert OwnLabels.NAME not in reply.message.tensors
+    assert OwnLabels.NAME not in algorithm.hand_over(privates[1])
+    unknown = privates[1] | {OwnLabels.NAME: torch.zeros(3)}
     with torch.no_grad():
         own, without = algorithm.predict(message, privates[1], x), algorithm.predict(message, unknown, x)
         handed = [algorithm.hand_over(private) for private in privates.values()]
@@ -65,7 +67,7 @@ def test_a_new_client_knows_the_counts_of_the_points_it_has():
     message = algorithm.newcomer(algorithm.init(0), True)
     after, private = algorithm.adapt(message, algorithm.new_client(0), data, stream(0), 5)
     assert after is message
-    assert private["labels"].exp().sum().item() == pytest.approx(3 + 3 * len(data), rel=1e-5)
+    assert private[OwnLabels.NAME].exp().sum().item() == pytest.approx(3 + 3 * len(data), rel=1e-5)
 
 
 def test_a_clients_module_has_them():
@@ -74,12 +76,12 @@ def test_a_clients_module_has_them():
     algorithm, x = experiment.algorithm, experiment.federation.x[:9]
     message = algorithm.broadcast(steps[-1].state, None)
     experts = [subtree(message.tensors, f"expert.{k}") for k in range(3)]
-    module = Mixture(experiment.model, experts, subtree(privates[1], "gate"), privates[1]["labels"]).eval()
+    module = Mixture(experiment.model, experts, subtree(privates[1], "gate"), privates[1][OwnLabels.NAME]).eval()
     with torch.no_grad():
         assert torch.allclose(module(x), algorithm.predict(message, privates[1], x), atol=1e-6)
 
 
-def test_with_skewed_labels_what_is_shared_and_each_client_are_better_for_it():
+def test_with_skewed_labels_each_client_is_better_for_it_and_what_is_shared_hardly_worse():
     """Two labels on each of six clients, inputs that overlap: a model that is pulled to every client's labels in turn."""
     rng = np.random.default_rng(0)
     clients = {}
@@ -103,3 +105,24 @@ def test_with_skewed_labels_what_is_shared_and_each_client_are_better_for_it():
         found[counted] = float(np.mean(own)), float(np.mean(union))
     assert found[True][0] > found[False][0] + 0.1
     assert found[True][1] > found[False][1] - 0.02
+
+
+class Labelled(nn.Module):
+    """A model with a parameter of its own that is called `labels`."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels = nn.Parameter(torch.randn(4))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(x.repeat(1, 2) * self.labels)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_parameter_of_that_name_is_the_models(counted):
+    experiment = small_experiment("independent", model=Labelled, **{"training.label_counts": counted})
+    algorithm = experiment.algorithm
+    _, privates = train_serially(experiment)
+    assert not torch.equal(privates[0]["labels"], algorithm.new_client(0)["labels"])  # it is trained
+    assert (OwnLabels.NAME in privates[0]) == counted

@@ -48,9 +48,18 @@ class ZeroOutput(nn.Module):
         return self.out(torch.relu(self.fc(x)))
 
 
-@pytest.mark.parametrize("method", ["fedmix", "fedavg", "local-global"])
-def test_from_a_zero_output_layer_the_marginal_is_exact(method, tmp_path):
-    recipe = small_recipe(method, **{"model.name": "own", "rounds": 1})
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("fedmix", {}),
+        ("fedmix", {"fedmix.full_steps": True, "fedmix.gamma": 1.0}),
+        ("fedavg", {}),
+        ("fedavg", {"training.label_counts": True}),
+        ("local-global", {}),
+    ],
+)
+def test_from_a_zero_output_layer_the_marginal_is_exact(method, changes, tmp_path):
+    recipe = small_recipe(method, **{"model.name": "own", "rounds": 1}, **changes)
     federation = small_federation()
     directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
     run(build(recipe, federation, ZeroOutput), directory, "serial")

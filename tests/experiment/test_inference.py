@@ -10,6 +10,7 @@ from conftest import METHODS, small_experiment, small_federation, small_recipe
 from fedmix.core.score import MEASURES, score
 from fedmix.core.vae import VAE
 from fedmix.data.federation import Federation
+from fedmix.engines.client import Task, labelled
 from fedmix.errors import DataError, RunError, SettingError
 from fedmix.experiment.build import build
 from fedmix.experiment.inference import Options, evaluate_run
@@ -58,20 +59,20 @@ def test_it_says_what_the_summary_says_and_more(method, tmp_path):
         assert {m: result[kind][m] for m in MEASURES} == summary["scores"][kind]
     assert result["global"]["averaged"]["union"] == summary["scores"]["global"]
     assert result["proxy"]["clients"] == 4
-    labelled = result["new_clients"]["labelled"]
-    assert [row["points"] for row in labelled] == [5, 20, None]
+    curve = result["new_clients"]["labelled"]
+    assert [row["points"] for row in curve] == [5, 20, None]
     sizes = [federation.held_out.size(s) for s in range(2)]
-    assert labelled[-1]["mean_points"] == np.mean(sizes)
+    assert curve[-1]["mean_points"] == np.mean(sizes)
     gates = method == "fedmix"
     assert set(result["new_clients"]["unlabelled"]) == {"averaged"} | (
         {"uniform", "pooled", "generative", "distilled"} if gates else set()
     )
     for row in result["new_clients"]["unlabelled"].values():
         assert row["union"]["points"] == sum(len(part) for part in federation.held_out.parts["test"])
-    assert ("counts" in result) == ("counts" in labelled[0]) == (method in ("fedmix", "fedavg"))
+    assert ("counts" in result) == ("counts" in curve[0]) == (method in ("fedmix", "fedavg"))
     if method == "fedavg":  # nothing private to train: every amount of data gives the server's weights
-        assert labelled[0]["private_parts"] == labelled[-1]["private_parts"]
-        assert labelled[0]["finetuned"] != labelled[0]["private_parts"]
+        assert curve[0]["private_parts"] == curve[-1]["private_parts"]
+        assert curve[0]["finetuned"] != curve[0]["private_parts"]
 
 
 def test_bytes_are_those_of_what_is_handed_over(tmp_path):
@@ -92,7 +93,7 @@ def test_own_label_counts_are_bayes_by_hand(tmp_path):
     found = restore(tmp_path / "r", federation)
     result = evaluate_run(found, replace(SERIAL, densities=False))
     message = found.experiment.algorithm.broadcast(found.state, None)
-    p_y = np.bincount(np.concatenate([federation.y[own] for own in federation.parts["train"]]), minlength=3)
+    p_y = np.bincount(np.concatenate([federation.y[own] for own in federation.parts["train"]]), minlength=3) + 1 / 3
     p_y = p_y / p_y.sum()
 
     def by_hand(data, s, counts):
@@ -109,9 +110,43 @@ def test_own_label_counts_are_bayes_by_hand(tmp_path):
     )
     new = federation.held_out
     mine = [np.bincount(new.y[own], minlength=3) for own in new.parts["train"]]
-    assert result["new_clients"]["labelled"][-1]["counts"]["accuracy"]["mean"] == pytest.approx(
+    curve = result["new_clients"]["labelled"]
+    assert curve[-1]["counts"]["accuracy"]["mean"] == pytest.approx(
         np.mean([by_hand(new, s, mine[s]) for s in range(2)])
     )
+    few = []  # the five points that a new client's private parts are trained on, too
+    for s in range(2):
+        rng = Task("evaluate", found.experiment.recipe.rounds, s, message).stream(found.experiment.recipe.seed)
+        few.append(np.bincount(labelled(new.examples(s, "train"), 5, rng.child("points")).y, minlength=3))
+    assert few[0].sum() == curve[0]["points"] == 5
+    assert curve[0]["counts"]["accuracy"]["mean"] == pytest.approx(np.mean([by_hand(new, s, few[s]) for s in range(2)]))
+
+
+def test_label_counts_in_training_are_not_counted_twice(tmp_path):
+    """What is shared has learnt labels in equal shares: with a client's counts it is what the client predicts with."""
+    uneven = np.random.default_rng(0).choice(3, size=(4, 90), p=[0.8, 0.15, 0.05])
+    x = np.random.default_rng(1).normal(size=(4, 90, 2)).astype(np.float32) + uneven[:, :, None]
+    federation = Federation.from_clients({str(s): {"x": x[s], "y": uneven[s]} for s in range(4)})
+    trained(tmp_path / "r", "fedavg", federation, **{"training.label_counts": True})
+    result = evaluate_run(restore(tmp_path / "r", federation), replace(SERIAL, densities=False))
+    for measure in ("accuracy", "nll"):
+        assert result["counts"][measure]["mean"] == pytest.approx(result["server"][measure]["mean"], abs=1e-6)
+
+
+def test_a_label_that_only_new_clients_have_is_rare_not_certain(tmp_path):
+    rng = np.random.default_rng(0)
+
+    def clients(number, labels):
+        y = rng.integers(0, labels, size=(number, 60))
+        x = (rng.normal(size=(number, 60, 2)) + y[:, :, None]).astype(np.float32)
+        return Federation.from_clients({str(s): {"x": x[s], "y": y[s]} for s in range(number)}, classes=3)
+
+    federation = replace(clients(4, 2), held_out=clients(2, 3))
+    trained(tmp_path / "r", "fedavg", federation)
+    result = evaluate_run(restore(tmp_path / "r", federation), replace(SERIAL, densities=False))
+    for row in result["new_clients"]["labelled"]:
+        assert np.isfinite(row["counts"]["nll"]["mean"])
+        assert row["counts"]["accuracy"]["mean"] > 0.3
 
 
 def test_engines_agree_and_a_sample_of_clients_is_a_part_of_them(tmp_path):

@@ -38,7 +38,7 @@ class OwnLabels:
     equal shares (Zhang et al., 2022). They are private state; before a client has trained they are zeros, and change nothing.
     """
 
-    NAME = "labels"
+    NAME = ".labels"  # no parameter of a module has a name like this
 
     def __init__(self, settings: ClientSettings, classes: int) -> None:
         self.on = settings.label_counts

@@ -117,7 +117,7 @@ class Algorithm:
     warm_start         (state, expert parameters of another run, stream) -> state
     describe           (state) -> what a reader of metrics wants to see of the state, as plain lists
     experts            (state) -> the shared models' parameters, one dict for each expert
-    uses_private       whether clients hold private state at all: if not, nothing has to be shared for `predict_anonymous`
+    uses_private       whether predictions without identity need anything private: if not, clients hand nothing over for them
     group_update       client_update of several clients at once, where that is quicker (small models), else None: the same
                        numbers up to rounding; gives None where these clients cannot be taken together
     """

@@ -324,12 +324,15 @@ def _in_round(message: Message, t: int) -> Message:
 
 
 def _steps(recipe: Recipe, points: float, sent: Message) -> float:
-    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum."""
+    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, that
+    full_steps are K times as long where experts are alike, and that label_counts leave 1/(N_s + 1) of a step."""
     settings = recipe.training
     steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
     factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
     momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
-    return float(max(factor, 1e-12) * momentum)
+    longer = recipe.fedmix.experts if recipe.algorithm == "fedmix" and recipe.fedmix.full_steps else 1
+    shorter = points + 1 if settings.label_counts else 1
+    return float(max(factor, 1e-12) * momentum * longer / shorter)
 
 
 def _array(tensor: torch.Tensor) -> Vector:

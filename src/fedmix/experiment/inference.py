@@ -112,6 +112,7 @@ class _Evaluation:
             "new_clients": {
                 "held_out": 0 if held_out is None else len(held_out),
                 "evaluated": len(who),
+                "private": bool(self.algorithm.new_client(self.recipe.seed)),
                 "labelled": with_labels,
                 "unlabelled": unlabelled,
             },
@@ -148,15 +149,19 @@ class _Evaluation:
         shared = from_shared(self.algorithm, self.message, federation.side)
         if shared is None:
             return {}
-        everybody = torch.tensor(self.federation.label_counts(), dtype=torch.float64).sum(dim=0)
+        classes = federation.classes
+        p_y = torch.full((classes,), 1 / classes, dtype=torch.float64)
+        if not self.recipe.training.label_counts:  # else what is shared has learnt labels in equal shares
+            everybody = torch.tensor(self.federation.label_counts(), dtype=torch.float64).sum(dim=0) + p_y
+            p_y = everybody / everybody.sum()  # one more point: a label that nobody has is rare, not impossible
         found = {}
         for s in clients:
             rng = Task("evaluate", self.recipe.rounds, s, self.message).stream(self.recipe.seed).child("points")
             y = labelled(federation.examples(s, "train"), points, rng).y
             data = federation.examples(s, "test")
-            counts = torch.bincount(y, minlength=federation.classes).to(torch.float64)
+            counts = torch.bincount(y, minlength=classes).to(torch.float64)
             if len(data):
-                log_p = objective.log_counted(shared(data.x), counts, everybody / everybody.sum())
+                log_p = objective.log_counted(shared(data.x), counts, p_y)
                 found[s] = score(log_p, data.y)
         return {"counts": {"what": "server weights, own label counts", **_of_clients(evaluate.scores_of(found))}}
 
@@ -181,11 +186,9 @@ class _Evaluation:
             rows["uniform"] = self._row(
                 federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, alone, x)
             )
-        pool = self.algorithm.pool
-        if pool and federation.side == "label":
-            rows["pooled"] = self._row(
-                federation, clients, "experts pooled, q(z|y) divided out", lambda x: pool(self.message, x)
-            )
+        shared = from_shared(self.algorithm, self.message, federation.side)
+        if shared and self.algorithm.pool:
+            rows["pooled"] = self._row(federation, clients, "experts pooled, q(z|y) divided out", shared)
         return rows
 
     def _with_labels(self, new: Federation, who: Sequence[int]) -> list[dict[str, Any]]:

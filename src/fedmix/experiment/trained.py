@@ -138,7 +138,7 @@ class TrainedClient:
         tensors = self._message.tensors
         labels = self._private.get(OwnLabels.NAME)
         if self._run.recipe.algorithm != "fedmix":
-            weights = {name: w for name, w in self._private.items() if name != OwnLabels.NAME}
+            weights = self._run._algorithm.hand_over(self._private)
             return Mixture(self._run._model, [{**tensors, **weights}], None, labels).eval()
         held = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
         theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}

@@ -59,7 +59,9 @@ def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str, str]:
 
 
 def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
-    private = {"fedmix": "gate alone", "fedavg": "nothing private"}.get(algorithm, WITH_LABELS["private_parts"])
+    private = "gate alone" if algorithm == "fedmix" else WITH_LABELS["private_parts"]
+    if not new.get("private", algorithm != "fedavg"):  # evaluations from before it was said
+        private = "nothing private"
     rows: list[Row] = []
     for key, how in {**WITH_LABELS, "private_parts": private}.items():
         for row in new["labelled"] or ():
