@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 FEDMIX=${FEDMIX:-.venv/bin/fedmix}
 OUT=experiments/runs
-# Half to two thirds of the time where the processor multiplies bfloat16 (AVX512-BF16, AMX); docs/results.md, 'Precision', has what it costs.
+# 60 to 75 % of the time where the processor multiplies bfloat16 (AVX512-BF16, AMX); docs/results.md, 'Precision', has what it costs.
 BF16=(--set training.precision=bfloat16)
 
 go() {  # go NAME RECIPE [FLAGS...]
