@@ -52,3 +52,17 @@ def test_images_that_are_too_small_are_refused():
         SettingError, match=r"needs images \[channels, height, width\] of 16 pixels or more. Got \[1, 8, 8\]"
     ):
         build_model(ModelSettings(name="lenet5"), torch.zeros(2, 1, 8, 8), 10)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_lie_channels_last_whatever_their_channels(channels):
+    """Pooling of the other layout is several times slower; one channel is the same in memory either way."""
+    images = torch.randn(6, channels, 28, 28)
+    model = build_model(ModelSettings(name="lenet5"), images[:2], 10)
+    params = {name: value.detach() for name, value in model.module.named_parameters()}
+    seen = []
+    with model.module.conv1.register_forward_hook(lambda _, __, out: seen.append(out)):
+        logits, _ = model.apply(params, images[2:], training=False)  # a part of a tensor: it starts further on
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert not seen[0].is_contiguous()
+    assert torch.allclose(logits, model.module(images[2:]), atol=1e-5)

@@ -180,7 +180,7 @@ class Model:
         try:
             with torch.no_grad():
                 plain = self._call(params, example)
-                other = self._call(params, example.contiguous(memory_format=torch.channels_last))
+                other = self._call(params, _channels_last(example))
         except RuntimeError:
             return False
         return torch.allclose(plain, other, rtol=1e-3, atol=1e-4)
@@ -190,7 +190,7 @@ class Model:
             self.module.to(x.device)
             self._device = x.device
         if self.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
+            x = _channels_last(x)
         logits: Tensor = functional_call(self.module, dict(params), (x,), tie_weights=self._tied)
         return logits
 
@@ -245,6 +245,14 @@ def _fresh(build: Factory) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelError(f"the model must be an nn.Module, or a function that gives one. Got {type(module).__name__}.")
     return module
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Images [B, C, H, W] with their channels last in memory. With one channel both layouts are the same bytes, and torch takes
+    such images for the slower one: strides tell it."""
+    if x.shape[1] > 1:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous().as_strided(x.shape, (x.shape[2] * x.shape[3], 1, x.shape[3], 1))
 
 
 @contextmanager
