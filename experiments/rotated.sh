@@ -2,7 +2,8 @@
 # Rotated MNIST, without and with label skew: q(z|rotation), q(z|label), FedAvg, biased FedAvg.
 . "$(dirname "$0")/common.sh"
 for recipe in rotated-mnist rotated-skewed-mnist; do
-  go "$recipe/fedmix-rotation" "$recipe" "${BF16[@]}"
+  go "$recipe/fedmix-rotation" "$recipe" --set fedmix.beta=0.8 "${BF16[@]}"
+  go "$recipe/fedmix-rotation-beta1" "$recipe" --set fedmix.beta=1.0 "${BF16[@]}"
   go "$recipe/fedmix-label" "$recipe" --set data.side=label "${BF16[@]}"
   go "$recipe/fedavg" "$recipe" --algorithm fedavg "${BF16[@]}"
   go "$recipe/biased-fedavg" "$recipe" --algorithm biased-fedavg "${BF16[@]}"
