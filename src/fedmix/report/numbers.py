@@ -33,7 +33,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     return data | {"glance": glance(made)}  # last: what could not be read is known now
 
 
-def short_names(names: Sequence[str], most: int = 40) -> list[str]:
+def short_names(names: Sequence[str], most: int = 44) -> list[str]:
     """For legends: beginning and end of a long name, with a number where that is not enough to tell them apart."""
     head = most * 3 // 5
     made = [name if len(name) <= most else f"{name[:head]}…{name[-(most - head - 1) :]}" for name in names]
