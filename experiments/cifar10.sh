@@ -2,7 +2,7 @@
 # The paper's main table: CIFAR-10, label skew, 100 clients, LeNet-5. Four hours on two cores.
 . "$(dirname "$0")/common.sh"
 ROUNDS=${ROUNDS:-600}
-go cifar10/fedmix-gamma0.9 cifar10 --rounds "$ROUNDS" --set fedmix.gamma=0.9
+go cifar10/fedmix-gamma0.9 cifar10 --rounds "$ROUNDS" --set fedmix.gamma=0.9 "${BF16[@]}"
 for method in fedavg biased-fedavg local-global; do
   go "cifar10/$method" cifar10 --rounds "$ROUNDS" --algorithm "$method"
 done
