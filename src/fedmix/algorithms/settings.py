@@ -106,7 +106,7 @@ class FedmixSettings:
     entropy: float = 1.0  # coefficient of the marginal entropy on the server
     prior: str | list[float] = "uniform"  # p(c) in it; "reported": clients give their shares of c away
     gate_through_features: bool = True  # the gate's loss reaches the experts through their features
-    full_steps: bool = False  # an expert's likelihood is a mean over its own share of a mini-batch, not 1/K of one
+    full_steps: bool = False  # the expert with the largest share of a mini-batch steps as far as one model would
     skip_below: float = 0.0  # no backward pass for an expert on points with q(z=k|c) below this; 0 is exact
 
     def __post_init__(self) -> None:

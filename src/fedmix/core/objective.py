@@ -39,14 +39,13 @@ def bound_loss(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor)
 
 
 def full_steps(q: Tensor, weight: Tensor) -> Tensor:
-    """q(z|c) so that an expert's likelihood is a mean over its own share of the mini-batch: it steps as far as one model
-    would, where in L_s experts that are all alike step 1/K as far. Not in the paper. One with less than an equal share of
-    the mini-batch still steps less far in proportion.
+    """q(z|c) times one number, so that the expert with the largest share of the mini-batch steps as far as one model would,
+    the others in proportion; in L_s experts that are all alike step 1/K as far. Not in the paper.
 
     q [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
     """
-    share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)
-    return q / share.clamp(min=1 / q.shape[-1])
+    share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)  # [..., 1, K]
+    return q / share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])  # below that if there are no points at all
 
 
 def direct_loss(log_joint: Tensor) -> Tensor:
