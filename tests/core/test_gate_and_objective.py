@@ -211,4 +211,6 @@ def test_full_steps_are_those_of_the_expert_with_the_largest_share():
             assert float(full[0, i, k]) == pytest.approx(float(q[i, k]) / max(shares), abs=1e-12)
     assert (weight @ full[0]).tolist() == pytest.approx([1.0, 0.8, 0.2])
     assert torch.allclose(full[1], full[0].flip(1))
-    assert torch.isfinite(objective.full_steps(q, 0 * weight)).all()  # a client without points in this step of its group
+    assert torch.isfinite(
+        objective.full_steps(q, 0 * weight)
+    ).all()  # a client without points in this step of its group
