@@ -8,3 +8,4 @@ for recipe in rotated-mnist rotated-skewed-mnist; do
   go "$recipe/fedavg" "$recipe" --algorithm fedavg "${BF16[@]}"
   go "$recipe/biased-fedavg" "$recipe" --algorithm biased-fedavg "${BF16[@]}"
 done
+go rotated-skewed-mnist/fedmix-rotation-full-steps rotated-skewed-mnist --set fedmix.full_steps=true "${BF16[@]}"  # not in the paper
