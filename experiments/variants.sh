@@ -8,10 +8,10 @@ for seed in 0 1 2; do
   variant fedmix
   variant fedavg --algorithm fedavg
   variant full-steps --set fedmix.full_steps=true
+  variant fedavg-quarter-rate --algorithm fedavg --set training.client_lr=0.0125  # steps as long as those of four equal experts
+  variant ensemble --set fedmix.full_steps=true --set fedmix.gamma=1.0            # phi stays uniform: experts never specialise
+  variant faster-phi --set fedmix.full_steps=true --set fedmix.phi_lr=0.003
   variant gate-apart --set fedmix.gate_through_features=false
-  variant entropy3 --set fedmix.entropy=3
-  variant entropy0 --set fedmix.entropy=0
-  variant beta1 --set fedmix.beta=1.0
-  variant counts --set training.label_counts=true
+  variant counts --set fedmix.full_steps=true --set training.label_counts=true
   variant fedavg-counts --algorithm fedavg --set training.label_counts=true
 done
