@@ -9,6 +9,7 @@ import torch
 from conftest import METHODS, small_experiment, train_serially
 
 from fedmix.algorithms.settings import ServerSettings
+from fedmix.core import guard
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines.client import Absent
@@ -193,3 +194,8 @@ def test_refusals_and_absences_are_in_the_metrics(tmp_path, monkeypatch):
     assert second["absent"] == [{"client": LIAR, "reason": "too late"}]
     assert first["absent"] == second["refused"] == []
     json.dumps(first)
+
+
+def test_large_numbers_are_finite_and_opposite_infinities_are_not():
+    assert guard.not_finite({"w": torch.full((4,), 3e38)}) is None  # the sum overflows
+    assert guard.not_finite({"w": torch.tensor([1.0, float("inf"), float("-inf")])}) == "w: not finite"

@@ -284,10 +284,10 @@ def fedmix(
         wanted = [f"expert.{k}.{name}" for k in held or [0] for name in subtree(sent.tensors, f"expert.{k}")]
         found = guard.wrong_numbers(back.numbers) or guard.wrong_weights(sent.tensors, weights)
         found = found or guard.missing([*wanted, "q_zs", *(["phi"] if shared_phi else [])], tensors)
-        found = found or guard.wrong_shapes(shapes, tensors) or guard.not_finite(tensors)
+        rows = {name: tensors[name] for name in shapes if name in tensors}
+        found = found or guard.wrong_shapes(shapes, rows) or guard.not_finite(rows)
         if found:
             return found
-        rows = {name: tensors[name] for name in shapes if name in tensors}
         if linear:
             rows = {name: value / back.numbers["n"] for name, value in rows.items()}
             rows |= {"phi": rows["phi"] + sent.tensors["phi"]} if "phi" in rows else {}
