@@ -72,6 +72,18 @@ def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path):
     assert line["values"] == [0.0, 0.5, 0.9]
 
 
+def test_a_setting_that_older_runs_do_not_have_tells_apart_only_what_nothing_else_does(tmp_path):
+    made_up(tmp_path / "old", more="[fedmix]\ngamma = 0.99\n")
+    made_up(tmp_path / "new", more="[fedmix]\ngamma = 0.9\nfull_steps = false\n")
+    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix, gamma 0.9", "FedMix, gamma 0.99"]
+    made_up(tmp_path / "full", more="[fedmix]\ngamma = 0.99\nfull_steps = true\n")
+    assert {group.name for group in groups(gather([str(tmp_path)]))} == {
+        "FedMix, gamma 0.99",
+        "FedMix, gamma 0.9, full_steps False",
+        "FedMix, gamma 0.99, full_steps True",
+    }
+
+
 def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(tmp_path):
     for eta, experts, local in ((0.0, 2, 0.7), (0.9, 2, 0.6), (0.0, 4, 0.9), (0.9, 4, 0.8)):
         more = f"[fedmix]\neta = {eta}\nexperts = {experts}\n"

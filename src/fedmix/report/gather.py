@@ -225,7 +225,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         told = [first.method] + ([first.name] if len({run.name for run in runs}) > 1 else [])
         same = [other for other in made if other[0].method == first.method and other[0].name == first.name]
         if len(same) > 1:
-            told += [f"{key.split('.')[-1]} {first.settings.get(key)}" for key in differ if key != "algorithm"]
+            mine = first.settings
+            told += [f"{key.split('.')[-1]} {mine[key]}" for key in differ if key in mine and key != "algorithm"]
         names.append(", ".join(told))
     return [Group(_once(names, i), own) for i, own in enumerate(made)]
 
@@ -235,14 +236,21 @@ def _once(names: Sequence[str], i: int) -> str:
 
 
 def differing(made: Sequence[Sequence[Run]]) -> list[str]:
-    """Settings that are not the same in all groups of one method."""
+    """Settings that are not the same in all groups of one method. One that a run does not have, for it is older than the
+    setting, counts only where nothing else tells that run from the others."""
     keys: dict[str, None] = {}
-    for method in {own[0].method for own in made}:
-        same = [own[0].settings for own in made if own[0].method == method]
-        for key in dict.fromkeys(key for settings in same for key in settings):
-            if len({json.dumps(settings.get(key), default=str) for settings in same}) > 1:
-                keys[key] = None
+    for method in dict.fromkeys(own[0].method for own in made):
+        same = [_told(own[0].settings) for own in made if own[0].method == method]
+        every = list(dict.fromkeys(key for settings in same for key in settings))
+        stated = [key for key in every if len({settings[key] for settings in same if key in settings}) > 1]
+        if len({tuple(settings.get(key) for key in stated) for settings in same}) < len(same):
+            stated = [key for key in every if len({settings.get(key) for settings in same}) > 1]
+        keys |= dict.fromkeys(stated)
     return list(keys)
+
+
+def _told(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value, default=str) for key, value in settings.items()}
 
 
 def spread(values: Sequence[float | None]) -> tuple[float, float | None] | None:
