@@ -212,6 +212,16 @@ def test_a_run_can_be_made_longer(tmp_path):
         train(small_experiment(rounds=5), tmp_path / "longer", resume=True)
 
 
+def test_metrics_have_six_digits_in_the_file_and_for_whoever_watches(tmp_path):
+    told = []
+    train(small_experiment(), tmp_path / "run", watch=lambda progress: told.append(progress.metrics))
+    digits: list[str] = []
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_float=digits.append)
+    assert all(float(own) == float(f"{float(own):.6g}") for own in digits)
+    assert read_metrics(tmp_path / "run") == told
+
+
 def test_a_run_that_ended_is_left_as_it_is(tmp_path):
     train(small_experiment(), tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("summary.json")}

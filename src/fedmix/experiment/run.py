@@ -224,8 +224,7 @@ class _Going:
             carried["seconds"] += step.seconds
             if elsewhere:
                 carried["engine"] = engine.memory()
-            line = _metrics(self.experiment, engine, step, carried["proxy"])
-            self.directory.append_metrics(line)
+            line = self.directory.append_metrics(_metrics(self.experiment, engine, step, carried["proxy"]))
             last = step.t == recipe.rounds
             stop = (
                 self.asked_to_stop()
