@@ -7,6 +7,7 @@ for method in fedavg biased-fedavg local-global; do
   go "cifar10/$method" cifar10 --rounds "$ROUNDS" --algorithm "$method"
 done
 go cifar10/fedmix-gamma0.99 cifar10 --rounds "$ROUNDS"
+go cifar10/fedmix-full-steps cifar10 --rounds "$ROUNDS" --set fedmix.full_steps=true "${BF16[@]}"  # not in the paper
 # FedAvg with four times the parameters: the same communication as FedMix with four experts
 go cifar10/fedavg-113-channels cifar10 --rounds $((ROUNDS / 4)) --algorithm fedavg --set "model.channels=[113,226]" "${BF16[@]}"
 for run in fedmix-gamma0.9 fedmix-gamma0.99 fedavg; do
