@@ -9,7 +9,9 @@ done
 for eta in 0.25 0.5 0.75; do
   go "ablation/eta$eta" cifar10 "${HALF[@]}" --set "fedmix.eta=$eta"
 done
-go ablation/direct cifar10 "${HALF[@]}" --rounds 100 --set fedmix.objective=direct --set fedmix.marginal=exact
+go ablation/direct cifar10 "${HALF[@]}" --set fedmix.objective=direct --set fedmix.marginal=exact
 go ablation/k4-full-steps cifar10 "${HALF[@]}" --set fedmix.full_steps=true  # not in the paper
 go ablation/no-entropy cifar10 "${HALF[@]}" --set fedmix.entropy=0
-look ablation/k4 --no-vae
+for k in 4 8; do
+  look "ablation/k$k" --no-vae
+done
