@@ -6,7 +6,7 @@ go ablation/k4 cifar10 "${HALF[@]}"
 for k in 1 2 8; do
   go "ablation/k$k" cifar10 "${HALF[@]}" --set "fedmix.experts=$k"
 done
-for eta in 0.25 0.5 0.75; do
+for eta in 0.5 0.75; do
   go "ablation/eta$eta" cifar10 "${HALF[@]}" --set "fedmix.eta=$eta"
 done
 go ablation/direct cifar10 "${HALF[@]}" --set fedmix.objective=direct --set fedmix.marginal=exact

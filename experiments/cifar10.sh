@@ -14,3 +14,4 @@ for run in fedmix-gamma0.9 fedmix-gamma0.99 fedavg; do
   look "cifar10/$run" --no-vae
   audit "cifar10/$run"
 done
+look cifar10/fedmix-full-steps --no-vae
