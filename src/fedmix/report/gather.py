@@ -226,9 +226,17 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         same = [other for other in made if other[0].method == first.method and other[0].name == first.name]
         if len(same) > 1:
             mine = first.settings
-            told += [f"{key.split('.')[-1]} {mine[key]}" for key in differ if key in mine and key != "algorithm"]
+            told += [
+                _called(key, mine[key]) for key in differ if mine.get(key, False) is not False and key != "algorithm"
+            ]
         names.append(", ".join(told))
     return [Group(_once(names, i), own) for i, own in enumerate(made)]
+
+
+def _called(key: str, value: Any) -> str:
+    """A setting in a method's name; one that is on is its name alone, one that is off is not there."""
+    name = key.split(".")[-1]
+    return name.replace("_", " ") if value is True else f"{name} {value}"
 
 
 def _once(names: Sequence[str], i: int) -> str:
@@ -237,14 +245,14 @@ def _once(names: Sequence[str], i: int) -> str:
 
 def differing(made: Sequence[Sequence[Run]]) -> list[str]:
     """Settings that are not the same in all groups of one method. One that a run does not have, for it is older than the
-    setting, counts only where nothing else tells that run from the others."""
+    setting, counts only where nothing else tells that run from the others; what is on or off was off in it."""
     keys: dict[str, None] = {}
     for method in dict.fromkeys(own[0].method for own in made):
         same = [_told(own[0].settings) for own in made if own[0].method == method]
         every = list(dict.fromkeys(key for settings in same for key in settings))
         stated = [key for key in every if len({settings[key] for settings in same if key in settings}) > 1]
         if len({tuple(settings.get(key) for key in stated) for settings in same}) < len(same):
-            stated = [key for key in every if len({settings.get(key) for settings in same}) > 1]
+            stated = [key for key in every if len({settings.get(key, "false") for settings in same}) > 1]
         keys |= dict.fromkeys(stated)
     return list(keys)
 
