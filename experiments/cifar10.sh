@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's main table: CIFAR-10, label skew, 100 clients, LeNet-5. Three to four hours on two cores.
+# The paper's main table: CIFAR-10, label skew, 100 clients, LeNet-5. Six hours on two cores.
 . "$(dirname "$0")/common.sh"
 ROUNDS=${ROUNDS:-600}
 go cifar10/fedmix-gamma0.9 cifar10 --rounds "$ROUNDS" --set fedmix.gamma=0.9 "${BF16[@]}"
