@@ -10,7 +10,7 @@ from conftest import METHODS, small_experiment, small_federation, small_recipe
 from fedmix.core.score import MEASURES, score
 from fedmix.core.vae import VAE
 from fedmix.data.federation import Federation
-from fedmix.engines.client import Task, labelled
+from fedmix.engines.client import ADAPTED, Task, labelled, perform
 from fedmix.errors import DataError, RunError, SettingError
 from fedmix.experiment.build import build
 from fedmix.experiment.inference import Options, evaluate_run
@@ -73,6 +73,24 @@ def test_it_says_what_the_summary_says_and_more(method, tmp_path):
     if method == "fedavg":  # nothing private to train: every amount of data gives the server's weights
         assert curve[0]["private_parts"] == curve[-1]["private_parts"]
         assert curve[0]["finetuned"] != curve[0]["private_parts"]
+
+
+def test_a_new_clients_gate_is_trained_once_and_scored_before_and_after_fine_tuning():
+    experiment = small_experiment("fedmix")
+    algorithm, clients = experiment.algorithm, experiment.federation
+    message, own = algorithm.newcomer(algorithm.init(0), True), algorithm.new_client(0)
+
+    def numbers(**asked):
+        answer, kept = perform(algorithm, clients, 0, Task("evaluate", 1, 0, message, "test", **asked), own)
+        assert kept is own
+        return answer.numbers
+
+    both, gate = numbers(adapt=3, finetune=1, points=20), numbers(adapt=3, points=20)
+    assert {name.removeprefix(ADAPTED): both[name] for name in both if name.startswith(ADAPTED)} == gate
+    after = {name: both[name] for name in both if not name.startswith(ADAPTED)}
+    assert after.keys() == gate.keys()
+    assert after["nll"] != gate["nll"]
+    assert gate["nll"] != numbers()["nll"]
 
 
 def test_bytes_are_those_of_what_is_handed_over(tmp_path):

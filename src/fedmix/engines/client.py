@@ -17,6 +17,7 @@ from fedmix.rng import Stream, stream
 
 CHUNK = 512  # points of a forward pass without gradients
 CPU = torch.device("cpu")
+ADAPTED = "adapted_"  # a score of the adapted private parts with the server's weights
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Task:
 
     train: an update, and a score of the updated weights on validation data (the proxy of the learning curves).
     evaluate: a score on `part`, after `adapt` epochs of its private parts alone and `finetune` epochs of everything, on
-    `points` of its labelled points (0: all), all of which is then forgotten.
+    `points` of its labelled points (0: all), all of which is then forgotten. With both, names that begin with ADAPTED
+    have the score between the two.
     density: a generative model of the client's inputs (core.vae).
     share: the client's private state; only where clients are somewhere else, and allow it.
     """
@@ -72,13 +74,18 @@ def perform(
         if task.kind == "density":
             return _density(clients, task, rng), private
         updated = task.message.to(device), placed(private, device)
+        between = dict[str, float]()
         if task.trains or task.adapt:
             train = labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
             if task.adapt:
                 updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
+            if task.adapt and task.trains:
+                scored = _score(algorithm, clients.examples(task.client, task.part), updated)
+                between = {ADAPTED + name: value for name, value in scored.items()}
             if task.trains:
                 updated = algorithm.client_update(*updated, train, rng, task.finetune or None)
-        return _answer(algorithm, clients, seed, task, private, updated)
+        answer, after = _answer(algorithm, clients, seed, task, private, updated)
+        return Message(answer.tensors, {**answer.numbers, **between}), after
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
     except Exception as error:
@@ -129,12 +136,16 @@ def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
     """Training: the reply with a score. Evaluation: the score alone, and the private state as it was."""
     message, after = updated
     data = clients.examples(task.client, task.part)
-    scored = score(predict(algorithm, message, after, data.x) if len(data) else data.x, data.y)
+    scored = _score(algorithm, data, updated)
     if task.kind != "train":
         return Message({}, scored), private
     sent = task.message.to(data.x.device)
     reply = algorithm.wrap(sent, message, task.stream(seed).child("noise")).to(CPU)
     return Message(reply.tensors, {**reply.numbers, **scored}), placed(after, CPU)
+
+
+def _score(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
+    return score(predict(algorithm, *updated, data.x) if len(data) else data.x, data.y)
 
 
 @contextmanager

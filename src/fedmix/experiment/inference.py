@@ -19,7 +19,7 @@ from fedmix.core.score import MEASURES, score
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message
 from fedmix.data.federation import Federation
-from fedmix.engines.client import CHUNK, Task, from_shared, labelled
+from fedmix.engines.client import ADAPTED, CHUNK, Task, from_shared, labelled
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import DataError, SettingError
 from fedmix.experiment import evaluate
@@ -201,10 +201,7 @@ class _Evaluation:
         with self._engine(known) as engine:
             for done, points in enumerate(amounts):
                 self.watch("new clients with labels", done, len(amounts))
-                private, all_of_it = (
-                    self._newcomers(engine, message, new, who, points, finetune)
-                    for finetune in (0, self.recipe.evaluation.finetune_epochs)
-                )
+                private, all_of_it = self._newcomers(engine, message, new, who, points)
                 sizes = [min(points or new.size(s), new.size(s)) for s in who]
                 curve.append(
                     {
@@ -219,17 +216,21 @@ class _Evaluation:
         return curve
 
     def _newcomers(
-        self, engine: Engine, message: Message, new: Federation, who: Sequence[int], points: int, finetune: int
-    ) -> Scores:
+        self, engine: Engine, message: Message, new: Federation, who: Sequence[int], points: int
+    ) -> tuple[Scores, Scores]:
+        """Scores with their own private parts and the server's weights, and after fine-tuning all of it."""
         settings, tasks = self.recipe.evaluation, []
         for s in who:
             n = min(points or new.size(s), new.size(s))
             epochs = math.ceil(settings.adapt_steps / math.ceil(n / self.recipe.training.batch_size))
             t = self.recipe.rounds
-            tasks.append(Task("evaluate", t, s, message, "test", finetune=finetune, adapt=epochs, points=points))
-        return evaluate.scores_of(
-            {s: answer.numbers for s, answer in zip(who, everyone(engine.run(tasks)), strict=True)}
-        )
+            tasks.append(Task("evaluate", t, s, message, "test", settings.finetune_epochs, epochs, points))
+        answers = {s: answer.numbers for s, answer in zip(who, everyone(engine.run(tasks)), strict=True)}
+        before = {
+            s: {name.removeprefix(ADAPTED): value for name, value in numbers.items() if name.startswith(ADAPTED)}
+            for s, numbers in answers.items()
+        }
+        return evaluate.scores_of(before), evaluate.scores_of(answers)
 
     def _densities(self, engine: Engine) -> list[Message] | None:
         """Each client's generative model of its own inputs."""
