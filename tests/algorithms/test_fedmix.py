@@ -31,6 +31,8 @@ def naive_client(experiment, message, private, data, rng, eta, gate_through=True
         [p for e in experts.values() for p in e.parameters()] + list(theta.values()), lr=training.client_lr
     )
 
+    losses = []
+
     def q_zs():
         return [sum(phi[int(c)][k] for c in data.c) / len(data) for k in range(K)]
 
@@ -46,7 +48,11 @@ def naive_client(experiment, message, private, data, rng, eta, gate_through=True
         pi = torch.softmax(torch.stack([theta["pi"][k] for k in keep]), dim=0)
         h = sum(pi[j] * (hidden[k] if gate_through else hidden[k].detach()) for j, k in enumerate(keep))
         p_gate = torch.softmax(h @ theta["A"] + theta["b"], dim=1)
-        p_lik = {k: torch.softmax(experts[k].out(hidden[k]), dim=1) for k in keep}
+        often = torch.ones(CATEGORIES).double()
+        if training.label_counts:
+            often = torch.tensor([1.0 + CATEGORIES * int((data.y == v).sum()) for v in range(CATEGORIES)]).double()
+        p_lik = {k: torch.softmax(experts[k].out(hidden[k]), dim=1) * often for k in keep}
+        p_lik = {k: p / p.sum(dim=1, keepdim=True) for k, p in p_lik.items()}
         for category in sorted(set(c.tolist())):
             points = [i for i in range(len(index)) if int(c[i]) == category]
             power = []
@@ -57,31 +63,36 @@ def naive_client(experiment, message, private, data, rng, eta, gate_through=True
             for j, k in enumerate(keep):
                 new = power[j] / sum(power) * mass
                 phi[category][k] = settings.gamma * phi[category][k] + (1 - settings.gamma) * new
-        objective = 0.0
+        likelihood, gate, shares = 0.0, 0.0, dict.fromkeys(keep, 0.0)
         for i in range(len(index)):
             row = phi[int(c[i])]
             mass = sum(row[k] for k in keep)
-            objective = objective + sum(row[k] / mass * torch.log(p_lik[k][i, y[i]]) for k in keep)
-            objective = objective + sum(row[k] * torch.log(p_gate[i, k]) for k in range(K))
+            shares = {k: share + row[k] / mass / len(index) for k, share in shares.items()}
+            likelihood = likelihood + sum(row[k] / mass * torch.log(p_lik[k][i, y[i]]) for k in keep)
+            gate = gate + sum(row[k] * torch.log(p_gate[i, k]) for k in range(K))
+        losses.append((likelihood + gate).item() / -len(index))
+        longer = 1 / max(shares.values()) if settings.full_steps else 1.0
         optimizer.zero_grad()
-        (-objective / len(index)).backward()
+        (-(longer * likelihood + gate) / len(index)).backward()
         optimizer.step()
-    return experts, theta, phi, q_zs(), kept()
+    last = losses[-len(losses) // training.epochs :]
+    return experts, theta, phi, q_zs(), kept(), sum(last) / len(last)
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.9], ids=["algorithm-1", "algorithm-2"])
 @pytest.mark.parametrize("through", [True, False], ids=["gate-through-features", "detached"])
-def test_client_equals_the_algorithm_written_out(eta, through):
-    experiment = small_experiment(
-        **{"fedmix.eta": eta, "fedmix.gamma": 0.6, "training.epochs": 2, "fedmix.gate_through_features": through}
-    )
+@pytest.mark.parametrize("changes", [{}, {"fedmix.full_steps": True, "training.label_counts": True}], ids=["", "ours"])
+def test_client_equals_the_algorithm_written_out(eta, through, changes):
+    changes = changes | {"fedmix.gate_through_features": through}
+    experiment = small_experiment(**{"fedmix.eta": eta, "fedmix.gamma": 0.6, "training.epochs": 2}, **changes)
     algorithm = experiment.algorithm
     steps, privates = train_serially(experiment)
     message = algorithm.broadcast(steps[-1].state, 2)
     data = experiment.federation.examples(2, "train")
     rng = stream(0, "round", 9, "client", 2)
     reply, after = algorithm.client_update(message, privates[2], data, rng, None)
-    experts, theta, phi, q, keep = naive_client(experiment, message, privates[2], data, rng, eta, through)
+    experts, theta, phi, q, keep, loss = naive_client(experiment, message, privates[2], data, rng, eta, through)
+    assert reply.numbers["loss"] == pytest.approx(loss, abs=1e-5)
     if eta:
         assert len(keep) < 3  # or this tests nothing
     assert sorted({int(n.split(".")[1]) for n in reply.tensors if n.startswith("expert.")}) == keep

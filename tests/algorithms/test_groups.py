@@ -56,12 +56,17 @@ def assert_same(one, other):
 def test_side_by_side_is_one_after_the_other(method, changes, model, kind, finetune):
     experiment = small_experiment(method, model=model, **changes)
     tasks, privates = tasks_after_two_rounds(experiment, kind, finetune)
-    calls = []
+    answered = []
     group_update = experiment.algorithm.group_update
-    object.__setattr__(experiment.algorithm, "group_update", lambda *args: calls.append(1) or group_update(*args))
+
+    def watched(*args):
+        answered.append(group_update(*args))  # nothing is added where it fails, and the clients are taken one by one
+        return answered[-1]
+
+    object.__setattr__(experiment.algorithm, "group_update", watched)
     args = (experiment.algorithm, experiment.federation, 0)
     together = perform_group(*args, tasks, privates)
-    assert calls == [1]
+    assert [len(found) for found in answered] == [len(tasks)]
     assert_same(together, [perform(*args, task, own) for task, own in zip(tasks, privates, strict=True)])
 
 
@@ -152,9 +157,10 @@ def test_the_error_of_a_step_is_at_most_the_skipped_weights():
             assert torch.allclose(apart, 0.1 * missing[n], atol=1e-6), (k, n)  # client_lr = 0.1
 
 
-def test_points_that_come_to_matter_in_a_step_are_learnt_from_in_that_step():
+@pytest.mark.parametrize("more", [{}, {"training.label_counts": True, "fedmix.full_steps": True}])
+def test_points_that_come_to_matter_in_a_step_are_learnt_from_in_that_step(more):
     """gamma = 0: phi is what the mini-batch says, whatever it was; skipping by the old phi alone would lose points."""
-    changes = {"fedmix.gate_through_features": False, "training.batch_size": 1000, "fedmix.gamma": 0.0}
+    changes = {"fedmix.gate_through_features": False, "training.batch_size": 1000, "fedmix.gamma": 0.0, **more}
     answers = []
     for below in (0.0, 0.05):
         experiment = small_experiment("fedmix", **changes, **{"fedmix.skip_below": below})

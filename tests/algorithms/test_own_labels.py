@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, small_experiment, train_serially
+from conftest import METHODS, small_experiment, small_recipe, train_serially
 from torch import nn
 
 from fedmix.algorithms.common import OwnLabels
@@ -11,6 +11,12 @@ from fedmix.core import objective
 from fedmix.core.mixture import Mixture
 from fedmix.core.tree import subtree
 from fedmix.data.federation import Federation
+from fedmix.experiment.build import build
+from fedmix.experiment.inference import Options, evaluate_run
+from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.restore import restore
+from fedmix.experiment.run import run
+from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
 COUNTED = {"training.label_counts": True}
@@ -105,6 +111,32 @@ def test_with_skewed_labels_each_client_is_better_for_it_and_what_is_shared_hard
         found[counted] = float(np.mean(own)), float(np.mean(union))
     assert found[True][0] > found[False][0] + 0.1
     assert found[True][1] > found[False][1] - 0.02
+
+
+@pytest.mark.parametrize("method", ["fedmix", "fedavg"])
+def test_without_identity_everybodys_labels_are_put_back(method, tmp_path):
+    """Where labels are not in equal shares, what is shared has learnt them as if they were."""
+    rng = np.random.default_rng(1)
+    clients = {}
+    for s in range(6):
+        y = rng.choice(3, size=150, p=[0.85, 0.1, 0.05] if s % 2 else [0.8, 0.05, 0.15])
+        x = rng.normal(size=(150, 2)) + np.array([[0, 0.7], [0.6, -0.4], [-0.6, -0.4]])[y]
+        clients[str(s)] = {"x": x.astype(np.float32), "y": y}
+    federation, found = Federation.from_clients(clients), {}
+    for counted in (False, True):
+        recipe = small_recipe(method, **{"training.label_counts": counted, "rounds": 15, "training.epochs": 3})
+        directory = RunDirectory.open(tmp_path / str(counted), recipe, resume=False, overwrite=False)
+        summary = run(build(recipe, federation), directory, "serial")
+        directory.close()
+        found[counted] = summary["scores"]["global"]
+        result = evaluate_run(restore(tmp_path / str(counted), federation), Options(engine="serial", densities=False))
+        assert result["global"]["averaged"]["union"] == pytest.approx(found[counted])
+    assert found[True]["accuracy"] > found[False]["accuracy"] - 0.01
+    assert found[True]["nll"] < found[False]["nll"] + 0.01
+    loaded, test = load(tmp_path / "True"), torch.from_numpy(np.concatenate(federation.parts["test"]))
+    right = (loaded.predict(federation.x[test]) == federation.y[test]).double().mean().item()
+    kind = "pooled" if method == "fedmix" else "averaged"
+    assert right == pytest.approx(result["global"][kind]["union"]["accuracy"])
 
 
 class Labelled(nn.Module):

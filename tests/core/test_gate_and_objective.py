@@ -204,13 +204,16 @@ def test_a_label_that_nobody_has_stays_as_improbable_as_it_was(world):
 def test_full_steps_are_those_of_the_expert_with_the_largest_share():
     q = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.3, 0.6, 0.1], [0.0, 0.0, 1.0]], dtype=torch.float64)
     weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0], dtype=torch.float64)  # the last point is not there
-    full = objective.full_steps(torch.stack([q, q.flip(1)]), weight.expand(2, 4))
+    log_lik = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    both = torch.stack([q, q.flip(1)])
+    same = objective.full_steps(log_lik, both, weight.expand(2, 4))
+    assert torch.equal(same, log_lik)
+    (full,) = torch.autograd.grad((both * same).sum(), log_lik)
     shares = [sum(float(q[i, k]) for i in range(3)) / 3 for k in range(3)]  # 0.5, 0.4, 0.1
     for i in range(4):
         for k in range(3):
             assert float(full[0, i, k]) == pytest.approx(float(q[i, k]) / max(shares), abs=1e-12)
     assert (weight @ full[0]).tolist() == pytest.approx([1.0, 0.8, 0.2])
     assert torch.allclose(full[1], full[0].flip(1))
-    assert torch.isfinite(
-        objective.full_steps(q, 0 * weight)
-    ).all()  # a client without points in this step of its group
+    nobody = objective.full_steps(log_lik[0], q, 0 * weight)  # a client without points in this step of its group
+    assert torch.isfinite(torch.autograd.grad(nobody.sum(), log_lik)[0]).all()

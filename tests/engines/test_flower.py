@@ -3,12 +3,14 @@
 import json
 import os
 import stat
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
 
+from fedmix.algorithms.common import OwnLabels
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines import flower
@@ -121,6 +123,27 @@ def test_private_states_are_on_the_clients_disk_for_its_owner_alone(tmp_path):
     assert len(engine.grid.sent) == 6  # two nodes, three rounds
     for message in engine.grid.sent:
         assert "gate" not in message.content["table"]["json"]  # theta_s is in no message
+
+
+def test_what_a_site_keeps_for_predictions_knows_its_labels_from_the_first_round_on(tmp_path):
+    experiment = small_experiment("fedavg", **{"training.label_counts": True})
+    algorithm, federation = experiment.algorithm, experiment.federation
+    order = Order(Task("train", 1, 2, algorithm.broadcast(algorithm.init(0), 2)), 0)
+    site = replace(site_of(experiment, tmp_path), keep=True)
+    (outcome,) = site.handle([order])
+    message, kept, _ = site.store.kept(2)
+    y = federation.examples(2, "train").y
+    assert kept[OwnLabels.NAME].exp().tolist() == pytest.approx([1.0 + 3 * int((y == v).sum()) for v in range(3)])
+    assert torch.equal(message.tensors["out.bias"], order.task.message.tensors["out.bias"])
+    assert OwnLabels.NAME not in outcome.message.tensors
+
+    def broken(client, part):
+        raise OSError("the disk is full of secrets")
+
+    unread = replace(site, clients=SimpleNamespace(examples=broken))
+    (outcome,) = unread.handle([order])
+    assert "client 2, round 1: OSError" in outcome.error
+    assert "secrets" not in outcome.error
 
 
 def test_after_a_crash_the_server_names_the_round_and_the_numbers_are_the_same(tmp_path):

@@ -1,5 +1,7 @@
 """The Python API: own data, own model, and what can be done with a trained run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,36 @@ def test_a_clients_module_predicts_the_same_and_exports(trained):
         assert torch.allclose(exported.module()(x[:5]), client.log_prob(x[:5]), atol=1e-6)
     assert weights.shape == (9, 3 if run.recipe.algorithm == "fedmix" else 1)
     assert torch.allclose(weights.sum(dim=1), torch.ones(9), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_label_counts_are_in_a_clients_predictions_whether_it_took_part_or_not(method, tmp_path):
+    federation = small_federation()
+    parts = {
+        part: [own[federation.y[own] != s % 3] for s, own in enumerate(federation.parts[part])]
+        for part in federation.parts
+    }
+    federation = replace(federation, parts=parts)
+    settings = SETTINGS | {"rounds": 2, "clients_per_round": 1, "evaluation": {"share_private": True}}
+    settings["training"] = SETTINGS["training"] | {"label_counts": True}
+    run = fedmix.train(
+        federation=federation,
+        model=Net,
+        output="head",
+        out=tmp_path / "r",
+        algorithm=method,
+        engine="serial",
+        **settings,
+    )
+    found = [run.client(s).took_part for s in range(4)]
+    assert set(found) == {True, False}
+    for s in range(4):
+        client, x = run.client(s), federation.examples(s, "test").x
+        assert client.log_prob(x)[:, s % 3].max() < -1  # a label that it has not
+        with torch.no_grad():
+            assert torch.allclose(client.module()(x), client.log_prob(x), atol=1e-6)
+        accuracy = (client.predict(x) == federation.examples(s, "test").y).double().mean().item()
+        assert accuracy == pytest.approx(run.summary["accuracy_of_clients"]["server"][f"site-{s}"])
 
 
 def test_predictions_for_somebody_who_is_none_of_the_clients(trained):

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
 from conftest import METHODS, small_experiment, small_federation, small_recipe
+from rich.console import Console
 from scipy.stats import norm
 from test_inference import trained
 from torch import nn
@@ -22,6 +24,7 @@ from fedmix.experiment.recipe import make_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
 from fedmix.experiment.run import run
+from fedmix.report.audit import audit_table
 from fedmix.rng import stream
 
 SERIAL = Where(engine="serial")
@@ -70,6 +73,34 @@ def test_from_a_zero_output_layer_the_marginal_is_exact(method, changes, tmp_pat
     for s, own in enumerate(found["of_clients"]):
         y = federation.examples(s, "train").y
         assert np.allclose(own["estimate"], np.bincount(y, minlength=3) / len(y), atol=1e-5)
+
+
+def test_full_steps_hide_nothing(tmp_path):
+    """Experts that have parted: all of them together step 1/max q(z|s) as far, which the server knows."""
+    far = {}
+    for full in (False, True):
+        changes = {"fedmix.full_steps": full, "fedmix.gamma": 0.0, "fedmix.beta": 0.3, "training.batch_size": 1000}
+        federation, _ = trained(tmp_path / str(full), federation=skewed(), **changes)
+        attacks = audit_run(restore(tmp_path / str(full), federation), SERIAL)["attacks"]
+        far[full] = attacks["start"]["bias_steps"]["total_variation"]["mean"]
+    assert far[True] == pytest.approx(far[False], abs=0.02)
+
+
+def test_with_label_counts_the_size_of_a_bias_tells_more_than_its_sign_at_first(tmp_path):
+    federation, _ = trained(tmp_path / "r", "fedavg", skewed(), **{"training.label_counts": True, "rounds": 10})
+    result = audit_run(restore(tmp_path / "r", federation), SERIAL)
+    found = {kind: attack["total_variation"]["mean"] for kind, attack in result["attacks"]["start"].items()}
+    assert found["bias_size"] < found["bias_normalised"]
+    assert "training.label_counts" in result["notes"]
+    assert "output bias, a local update, by its size" in text_of(audit_table(result))
+    assert leakage.from_bias_size(np.array([0.2, -0.2, 0.0, 0.1])).tolist() == pytest.approx([0.4, 0.4, 0, 0.2])
+    assert leakage.from_bias_size(np.zeros(4)).tolist() == [0.25] * 4
+
+
+def text_of(table):
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 def test_a_bias_that_moved_tells_the_labels():

@@ -9,14 +9,16 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 from conftest import fedmix
 from made_runs import made_up, three_runs
 
 from fedmix.errors import RunError
+from fedmix.experiment.recipe import Recipe
 from fedmix.report.figures import draw_figures, table_csv, table_latex
-from fedmix.report.gather import differing, gather, glance, groups, table
+from fedmix.report.gather import ON, differing, flat, gather, glance, groups, table
 from fedmix.report.numbers import page_data
 from fedmix.report.page import as_json, report
 from fedmix.report.show import sparkline
@@ -82,6 +84,31 @@ def test_a_setting_that_older_runs_do_not_have_tells_apart_only_what_nothing_els
         "FedMix, gamma 0.9",
         "FedMix, gamma 0.99, full steps",
     }
+
+
+def test_what_is_on_or_off_is_named_where_it_is_not_the_default(tmp_path):
+    made_up(tmp_path / "a", more="[fedmix]\ngate_through_features = true\n")
+    made_up(tmp_path / "b", more="[fedmix]\ngate_through_features = false\n")
+    assert {group.name for group in groups(gather([str(tmp_path)]))} == {"FedMix", "FedMix, no gate through features"}
+    switches = {key: value for key, value in flat(asdict(Recipe())).items() if isinstance(value, bool)}
+    assert [key for key, value in switches.items() if value] == list(ON)
+
+
+def test_methods_that_are_trained_differently_say_so(tmp_path):
+    made_up(tmp_path / "a", more="[training]\nlabel_counts = true\n")
+    made_up(tmp_path / "b", algorithm="fedavg", more="[training]\nlabel_counts = false\n")
+    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix, label counts", "FedAvg"]
+    shutil.rmtree(tmp_path / "b")
+    made_up(tmp_path / "b", algorithm="fedavg", more="[training]\nlabel_counts = true\n")
+    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix", "FedAvg"]
+
+
+def test_lines_of_a_sweep_are_named_like_groups(tmp_path):
+    for eta in (0.0, 0.9):
+        for full in ("true", "false"):
+            made_up(tmp_path / f"{eta}-{full}", more=f"[fedmix]\neta = {eta}\nfull_steps = {full}\n")
+    lines = page_data(gather([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
+    assert {line["name"] for line in lines} == {"FedMix", "full steps"}
 
 
 def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(tmp_path):

@@ -35,7 +35,7 @@ def fitting(w: Params, like: Params) -> Params:
 
 class OwnLabels:
     """training.label_counts: a client's own label counts in front of what is shared, which then learns p(y|x) of labels in
-    equal shares (Zhang et al., 2022). They are private state; before a client has trained they are zeros, and change nothing.
+    equal shares (in a loss: Menon et al., 2021). They are private state; zeros, where nothing is known, change nothing.
     """
 
     NAME = ".labels"  # no parameter of a module has a name like this
@@ -53,6 +53,10 @@ class OwnLabels:
             return {}
         counts = torch.bincount(y, minlength=self._classes).to(torch.float32)
         return {self.NAME: label_offset(counts, torch.full_like(counts, 1 / self._classes))}
+
+    def counted(self, private: Private, y: Tensor) -> Private:
+        """The private state of a client that knows its labels, though it may not have trained yet."""
+        return {**private, **self.of(y)}
 
     def add(self, logits: Tensor, private: Mapping[str, Tensor]) -> Tensor:
         """[..., classes] -> [..., classes]."""

@@ -209,6 +209,7 @@ def fedavg(
         describe=describe,
         experts=lambda state: (state.shared,),
         uses_private=bool(local_names),
+        counted=labels.counted if labels.on else None,
         hand_over=labels.without,
         group_update=group_update if model.stackable else None,
     )

@@ -115,7 +115,7 @@ def fedmix(
         epochs: int | None,
         frozen: Callable[[str], bool],
     ) -> tuple[Message, Private]:
-        held = _held(message.tensors)
+        held = held_experts(message.tensors)
         t = int(message.numbers["round"])
         beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, t)
         shares = posterior.category_shares(data.c, categories)
@@ -145,12 +145,12 @@ def fedmix(
                 phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
                 q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
                 late = _come_late(q_lik, matter)
-                if settings.full_steps:
-                    q_lik = objective.full_steps(q_lik, torch.full_like(q_lik[:, 0], 1 / len(q_lik)))
             for j, rows in late:  # points that have come to matter in this very step
                 again, _ = model.apply(experts[j], batch.x[rows], training=True)
                 new = objective.log_likelihood(labels.add(again, own).unsqueeze(0), batch.y[rows]).squeeze(1)
                 log_lik = log_lik.index_put((rows, torch.full_like(rows, j)), new)
+            if settings.full_steps:
+                log_lik = objective.full_steps(log_lik, q_lik, torch.full_like(q_lik[:, 0], 1 / len(q_lik)))
             return objective.bound_loss(log_lik, log_gate, q_lik, q_gate), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0  # fine-tuning has no schedule
@@ -210,8 +210,9 @@ def fedmix(
                 phi_bar, present = posterior.solve_phis(joint, batch.c, batch.weight > 0, categories, beta)
                 phi = torch.where(present.unsqueeze(2), settings.gamma * phi + (1 - settings.gamma) * phi_bar, phi)
                 q = phi.gather(1, batch.c.unsqueeze(2).expand(-1, -1, K))
-                q_lik = objective.full_steps(q, batch.weight) if settings.full_steps else q
-            return -(batch.weight * (q_lik * log_lik + q * log_gate).sum(dim=2)).sum(dim=1), phi
+            if settings.full_steps:
+                log_lik = objective.full_steps(log_lik, q, batch.weight)
+            return -(batch.weight * (q * (log_lik + log_gate)).sum(dim=2)).sum(dim=1), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
         trained, phi, losses = train_group(
@@ -279,7 +280,7 @@ def fedmix(
         return total / len(x)
 
     def check(sent: Message, back: Message) -> str | None:
-        tensors, held = back.tensors, _held(back.tensors)
+        tensors, held = back.tensors, held_experts(back.tensors)
         weights = {name: w for name, w in tensors.items() if name not in shapes}
         wanted = [f"expert.{k}.{name}" for k in held or [0] for name in subtree(sent.tensors, f"expert.{k}")]
         found = guard.wrong_numbers(back.numbers) or guard.wrong_weights(sent.tensors, weights)
@@ -298,7 +299,7 @@ def fedmix(
         if linear:
             return _update_from_sums(state, privacy.summed(messages))
         n_s = torch.tensor([reply.message.numbers["n"] for reply in replies])
-        returned = torch.tensor([[k in held for k in range(K)] for held in map(_held, messages)])
+        returned = torch.tensor([[k in held for k in range(K)] for held in map(held_experts, messages)])
         q_s = torch.stack([m["q_zs"] for m in messages])  # [S', K]
         p_sz = aggregate.expert_weights(torch.where(returned, q_s, torch.zeros_like(q_s)), n_s)
         p_s = aggregate.client_weights(n_s)
@@ -366,7 +367,7 @@ def fedmix(
         return replace(state, phi=phi, phi_opt=phi_opt)
 
     def predict(message: Message, private: Private, x: Tensor) -> Tensor:
-        held = _held(message.tensors)
+        held = held_experts(message.tensors)
         logits, features = model.apply_all([subtree(message.tensors, f"expert.{k}") for k in held], x, training=False)
         log_gate = gate.log_gate(subtree(private, "gate"), features, held, over=held)
         return objective.log_mixture(labels.add(logits, private), log_gate)
@@ -426,6 +427,7 @@ def fedmix(
         experts=lambda state: state.experts,
         uses_private=True,
         hand_over=_gate_of,
+        counted=labels.counted if labels.on else None,
         pool=pool if shared_phi else None,
         distil=distil,
         group_update=group_update if together and model.stackable else None,
@@ -436,7 +438,7 @@ def _gate_of(tensors: Mapping[str, Tensor]) -> Params:
     return {name: value for name, value in tensors.items() if name.startswith("gate.")}
 
 
-def _held(tensors: Mapping[str, Tensor]) -> list[int]:
+def held_experts(tensors: Mapping[str, Tensor]) -> list[int]:
     """The experts that a message carries."""
     return sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
 

@@ -24,7 +24,7 @@ class ClientSettings:
     weight_decay: float = 0.0
     schedule: str = "constant"
     precision: str = "float32"  # of a step's convolutions and products, or "bfloat16"; all else is float32
-    label_counts: bool = False  # a client adds log(its own label counts) to the logits, when it trains and predicts
+    label_counts: bool = False  # a client adds log(1 + classes x its count of y) to logits, in training and prediction
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)

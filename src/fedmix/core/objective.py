@@ -38,14 +38,15 @@ def bound_loss(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor)
     return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1)).mean()
 
 
-def full_steps(q: Tensor, weight: Tensor) -> Tensor:
-    """q(z|c) times one number, so that the expert with the largest share of the mini-batch steps as far as one model would,
-    the others in proportion; in L_s experts that are all alike step 1/K as far. Not in the paper.
+def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """The same log-likelihoods, their gradients times one number: the expert with the largest share of the mini-batch steps
+    as far as one model would, the others in proportion; in L_s experts that are all alike step 1/K as far. Not in the paper.
 
-    q [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
+    log_lik, q(z|c) [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
     """
     share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)  # [..., 1, K]
-    return q / share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])  # below that if there are no points at all
+    times = 1 / share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])  # below that if there are no points at all
+    return log_lik.detach() + times * (log_lik - log_lik.detach())
 
 
 def direct_loss(log_joint: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ class Algorithm:
     wrap               (what was sent, reply, stream) -> the reply as it crosses the wire: noise, weighted sums
     predict_anonymous  (message, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y | x) [B, classes]: no
                        client identity
+    counted            (private, its labels) -> private state that knows how often each occurs, before any training; what is
+                       shared then gives p(y|x) of labels in equal shares. None: training.label_counts is off
     pool               (message, x) -> log p(y | x) [B, classes] from what is shared alone, where c is the label; None: the
                        method has no posterior to do it with
     hand_over          (private) -> the part of it that predictions without identity need
@@ -138,6 +140,7 @@ class Algorithm:
     describe: Callable[[State], dict[str, Any]]
     experts: Callable[[State], tuple[Params, ...]]
     uses_private: bool
+    counted: Callable[[Private, Tensor], Private] | None = None
     pool: Callable[[Message, Tensor], Tensor] | None = None
     hand_over: Callable[[Private], Private] = dict
     distil: Callable[[Message, Sequence[Private], Tensor, Tensor], Private] | None = None

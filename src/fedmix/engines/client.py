@@ -69,13 +69,15 @@ def perform(
     algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, device: torch.device = CPU
 ) -> Answer:
     """What a client answers. An error names client, round and step. `clients` are on the device already."""
-    try:
+    with named(task):
         rng = task.stream(seed)
         if task.kind == "density":
             return _density(clients, task, rng), private
-        updated = task.message.to(device), placed(private, device)
+        learns = task.trains or task.adapt > 0
+        known = private if learns else informed(algorithm, clients, task.client, private)
+        updated = task.message.to(device), placed(known, device)
         between = dict[str, float]()
-        if task.trains or task.adapt:
+        if learns:
             train = labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
             if task.adapt:
                 updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
@@ -86,11 +88,25 @@ def perform(
                 updated = algorithm.client_update(*updated, train, rng, task.finetune or None)
         answer, after = _answer(algorithm, clients, seed, task, private, updated)
         return Message(answer.tensors, {**answer.numbers, **between}), after
+
+
+@contextmanager
+def named(task: Task) -> Iterator[None]:
+    """Whatever goes wrong is said of this client, in this round."""
+    try:
+        yield
     except StepError as error:
         raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
     except Exception as error:
         where, kind = f"client {task.client}, round {task.round}", type(error).__name__
         raise ClientError(f"{where}: {kind}: {error}", f"{where}: {kind}; its site's log says more") from error
+
+
+def informed(algorithm: Algorithm, clients: Clients, client: int, private: Private) -> Private:
+    """With what a client knows of itself before it has trained: how often each label occurs (training.label_counts)."""
+    if algorithm.counted is None:
+        return private
+    return algorithm.counted(private, clients.examples(client, "train").y.to(CPU))
 
 
 def labelled(train: Examples, points: int, rng: Stream) -> Examples:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fedmix.core.types import Algorithm, Clients, Message
-from fedmix.engines.client import CPU, one_thread, perform
+from fedmix.engines.client import CPU, informed, named, one_thread, perform
 from fedmix.engines.flower import Order, Outcome
 from fedmix.engines.store import SiteStore
 from fedmix.errors import ClientError
@@ -48,7 +48,9 @@ class Site:
                 raise ClientError(f"client {task.client} does not share its private state (evaluation.share_private)")
             return Message(self.algorithm.hand_over(private))
         if self.keep and task.kind in ("train", "evaluate"):
-            self.store.keep(task.client, task.message, private, task.round - (task.kind == "train"))
+            with named(task):
+                known = informed(self.algorithm, self.clients, task.client, private)
+            self.store.keep(task.client, task.message, known, task.round - (task.kind == "train"))
         answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
         if task.kind == "train":
             self.store.put(task.client, task.round, after, before=order.state)

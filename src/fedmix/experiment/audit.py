@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedmix.algorithms.fedmix import held_experts
 from fedmix.core.optim import rate_factor
 from fedmix.core.privacy import summed
 from fedmix.core.types import Message, State
@@ -107,6 +108,13 @@ class _Audit:
             for when in attacks:
                 attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
                 attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
+                if self.recipe.training.label_counts:
+                    attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
+            if self.recipe.training.label_counts:
+                self.notes["training.label_counts"] = (
+                    "counts are in front of what is shared, and its bias moves by what they do not explain; "
+                    "estimates by steps take it to be near zero"
+                )
         else:
             self.notes["bias"] = "the output bias is not sent in training, or the model has none"
         absent: dict[str, Any] = {"start": None, "end": None}
@@ -193,12 +201,13 @@ class _Audit:
         before, after = sent.tensors, answer.tensors
         moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
         n = float(answer.numbers["n"])
+        q = _array(after["q_zs"]) if "q_zs" in after else None
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n, sent),
+            steps=_steps(recipe, n, sent, None if q is None else q[held_experts(after)]),
             bias=np.sum(moved, axis=0) if moved else None,
-            q=_array(after["q_zs"]) if "q_zs" in after else None,
+            q=q,
             phi=_array(after["phi"]) if "phi" in after else None,
             phi_before=_array(before["phi"]) if "phi" in before else None,
             shares=_array(after["c_shares"]) if "c_shares" in after else None,
@@ -214,12 +223,13 @@ class _Audit:
             for name in self._bias_names(total)
         ]
         phi = sent.tensors["phi"] + total["phi"] / n if "phi" in total else None
+        q = _array(total["q_zs"] / n) if fedmix else None
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n / len(members), sent),
+            steps=_steps(recipe, n / len(members), sent, q),
             bias=np.sum(moved, axis=0) if moved else None,
-            q=_array(total["q_zs"] / n) if fedmix else None,
+            q=q,
             phi=None if phi is None else _array(phi),
             phi_before=None if phi is None else _array(sent.tensors["phi"]),
             shares=_array(total["c_shares"] / n) if "c_shares" in total else None,
@@ -304,6 +314,10 @@ def _normalised(own: _Seen) -> Vector | None:
     return None if own.bias is None else leakage.from_bias_normalised(own.bias)
 
 
+def _by_size(own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias_size(own.bias)
+
+
 def _least_squares(own: _Seen) -> Vector | None:
     return None if own.q is None or own.phi is None else leakage.from_posterior(own.q, own.phi, own.support)
 
@@ -323,14 +337,17 @@ def _in_round(message: Message, t: int) -> Message:
     return Message(message.tensors, {**message.numbers, "round": t})
 
 
-def _steps(recipe: Recipe, points: float, sent: Message) -> float:
-    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, that
-    full_steps are K times as long where experts are alike, and that label_counts leave 1/(N_s + 1) of a step."""
+def _steps(recipe: Recipe, points: float, sent: Message, q: Vector | None) -> float:
+    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, that with
+    full_steps all experts together step 1/max q(z|s) as far, and that label_counts leave 1/(N_s + 1) of a step.
+
+    q: q(z|s) of the experts that came back.
+    """
     settings = recipe.training
     steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
     factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
     momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
-    longer = recipe.fedmix.experts if recipe.algorithm == "fedmix" and recipe.fedmix.full_steps else 1
+    longer = q.sum() / q.max() if q is not None and recipe.fedmix.full_steps else 1.0
     shorter = points + 1 if settings.label_counts else 1
     return float(max(factor, 1e-12) * momentum * longer / shorter)
 

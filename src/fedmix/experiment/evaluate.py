@@ -87,6 +87,25 @@ class Crowd:
 NOT_SHARED = "it needs the clients' private state, which evaluation.share_private does not allow"
 
 
+def label_shares(counts: Sequence[Sequence[int]]) -> Tensor:
+    """p(y) of everybody's labels together, from each client's counts of them [S, classes] -> [classes].
+
+    One more point is spread evenly: a label that nobody has is rare, not impossible.
+    """
+    everybody = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
+    return (everybody + 1 / len(everybody)) / (everybody.sum() + 1)
+
+
+def for_anyone(
+    algorithm: Algorithm, counts: Sequence[Sequence[int]], log_prob: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Predictions for somebody who may have anybody's labels: p(y) is put back where training left it out."""
+    if algorithm.counted is None:
+        return log_prob
+    log_p_y = label_shares(counts).log()
+    return lambda x: torch.log_softmax(log_prob(x).to(torch.float64) + log_p_y, dim=1)
+
+
 def crowd(algorithm: Algorithm, store: Store, federation: Federation, share_private: bool) -> Crowd | None:
     """None: what it needs may not leave the clients."""
     if algorithm.uses_private and not share_private:
@@ -141,7 +160,8 @@ def global_score(
     def predict(x: Tensor) -> Tensor:
         return algorithm.predict_anonymous(message, known.privates, known.log_p_s, x)
 
-    numbers, _ = on_union(federation, range(len(federation)), part, predict)
+    anyone = for_anyone(algorithm, federation.label_counts(), predict)
+    numbers, _ = on_union(federation, range(len(federation)), part, anyone)
     if not numbers["points"]:
         return GlobalScore(None, f"no client has {part} data", 0)
     return GlobalScore(numbers, "", known.nbytes)

@@ -85,6 +85,7 @@ class _Evaluation:
         self.chosen = sample(len(self.federation), options.clients, self.recipe.seed)
         self.crowd = evaluate.crowd(self.algorithm, run.store, self.federation, self.recipe.evaluation.share_private)
         self.message = self.algorithm.broadcast(run.state, None)
+        self.everybodys_labels = self.federation.label_counts()
         self.notes: dict[str, str] = {}
 
     def everything(self) -> dict[str, Any]:
@@ -151,9 +152,8 @@ class _Evaluation:
             return {}
         classes = federation.classes
         p_y = torch.full((classes,), 1 / classes, dtype=torch.float64)
-        if not self.recipe.training.label_counts:  # else what is shared has learnt labels in equal shares
-            everybody = torch.tensor(self.federation.label_counts(), dtype=torch.float64).sum(dim=0) + p_y
-            p_y = everybody / everybody.sum()  # one more point: a label that nobody has is rare, not impossible
+        if self.algorithm.counted is None:  # else what is shared has learnt labels in equal shares
+            p_y = evaluate.label_shares(self.everybodys_labels)
         found = {}
         for s in clients:
             rng = Task("evaluate", self.recipe.rounds, s, self.message).stream(self.recipe.seed).child("points")
@@ -332,7 +332,8 @@ class _Evaluation:
         to_new_client: int = 0,
     ) -> dict[str, Any] | None:
         """bytes beyond the experts: what clients hand over for it, and what a new client needs to predict by itself."""
-        numbers, each = evaluate.on_union(federation, clients, "test", predict)
+        anyone = evaluate.for_anyone(self.algorithm, self.everybodys_labels, predict)
+        numbers, each = evaluate.on_union(federation, clients, "test", anyone)
         if not numbers["points"]:
             return None
         return {

@@ -44,6 +44,13 @@ def from_bias_normalised(moved: Vector) -> Vector:
     return positive / positive.sum() if positive.sum() > 0 else np.full(len(moved), 1 / len(moved))
 
 
+def from_bias_size(moved: Vector) -> Vector:
+    """How far each label's bias moved, in whichever direction: with label counts in front, labels that a client has hardly
+    any of are settled beforehand."""
+    far = np.abs(moved)
+    return far / far.sum() if far.sum() > 0 else np.full(len(moved), 1 / len(moved))
+
+
 def rows_changed(before: Vector, after: Vector) -> Mask:
     """Rows of phi [C, K] that came back changed: the values of c that the client holds."""
     changed: Mask = (before != after).any(axis=1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmix.algorithms.common import OwnLabels
+from fedmix.algorithms.fedmix import held_experts
 from fedmix.core.mixture import Mixture
 from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
@@ -23,6 +24,7 @@ from fedmix.engines.client import from_shared, predict
 from fedmix.errors import RunError
 from fedmix.experiment.build import build_algorithm, build_model
 from fedmix.experiment.checkpoint import Checkpoints, private_states
+from fedmix.experiment.evaluate import for_anyone
 from fedmix.experiment.recipe import Recipe
 from fedmix.experiment.record import read_metrics, run_recipe
 
@@ -47,6 +49,7 @@ class TrainedRun:
         self.labels: list[str] = about.get("labels", [])  # what the user calls the classes, where the data says so
         self._mean, self._std = about["mean"], about["std"]
         self._side = about["side"]
+        self._label_counts: list[list[int]] | None = about.get("label_counts")  # None: the sites' own affair
         self._model, self._algorithm = revive(recipe, about, model)
         checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
         found = checkpoints.load_last(self._algorithm.init(recipe.seed))
@@ -87,7 +90,9 @@ class TrainedRun:
     def log_prob(self, x: Any) -> Tensor:
         """log p(y|x) for somebody who is none of the clients, from what is shared alone: [N, ...] -> [N, classes].
 
-        FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label.
+        FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label. After
+        training.label_counts it is p(y|x) where labels are as frequent as everybody's together, or, where their counts
+        never left the sites, equally frequent.
         """
         shared = from_shared(self._algorithm, self._algorithm.broadcast(self._state, None), self._side)
         if shared is None:
@@ -95,7 +100,9 @@ class TrainedRun:
                 f"{self.path} must be of FedAvg, or of FedMix with a shared posterior q(z|y) of labels: here private parts "
                 "decide. Take a client's own predictions, run.client(...).predict(x)."
             )
-        return shared(self._inputs(x))
+        if self._label_counts is not None:
+            shared = for_anyone(self._algorithm, self._label_counts, shared)
+        return shared(self._inputs(x)).float()
 
     def predict(self, x: Any) -> Tensor:
         """The most probable label of each input, for somebody who is none of the clients: [N, ...] -> [N]."""
@@ -113,8 +120,17 @@ class TrainedClient:
         self._run = run
         self._message = run._algorithm.broadcast(run._state, number)
         self.took_part = number in run._privates
-        new = run._algorithm.new_client(run.recipe.seed)
-        self._private = run._privates[number] if self.took_part else new
+        self._private = run._privates[number] if self.took_part else self._new(number)
+
+    def _new(self, number: int) -> Params:
+        """Before any training: what every client starts from, and its own label counts where the run knows them."""
+        algorithm, counts = self._run._algorithm, self._run._label_counts
+        private = algorithm.new_client(self._run.recipe.seed)
+        if algorithm.counted is None or counts is None:
+            return private
+        return algorithm.counted(
+            private, torch.arange(len(counts[number])).repeat_interleave(torch.tensor(counts[number]))
+        )
 
     def log_prob(self, x: Any) -> Tensor:
         """log p(y|x,s): [N, ...] -> [N, classes]."""
@@ -140,7 +156,7 @@ class TrainedClient:
         if self._run.recipe.algorithm != "fedmix":
             weights = self._run._algorithm.hand_over(self._private)
             return Mixture(self._run._model, [{**tensors, **weights}], None, labels).eval()
-        held = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("expert.")})
+        held = held_experts(tensors)
         theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}
         return Mixture(self._run._model, [subtree(tensors, f"expert.{k}") for k in held], theta, labels).eval()
 

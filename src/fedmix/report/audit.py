@@ -14,6 +14,7 @@ WHAT = {
     "bias_single_step": "output bias, one full-batch step",
     "bias_steps": "output bias, a local update, by its steps",
     "bias_normalised": "output bias, a local update, normalised",
+    "bias_size": "output bias, a local update, by its size",
     "posterior": "q(z|s) and phi, least squares",
     "posterior_whole": "q(z|s) and phi, whole numbers",
     "reported": "what clients report (fedmix.prior)",

@@ -16,6 +16,7 @@ IGNORED = ("seed", "name", "description")  # what does not make two runs differe
 ODD = (KeyError, TypeError, AttributeError, ValueError, IndexError)  # what a file that is not as it should be raises
 LEVEL = 0.0005  # a lead that rounds to nothing
 FINAL = ("local", "server", "global")
+ON = ("fedmix.gate_through_features",)  # switches that are on by default
 
 
 @dataclass
@@ -218,25 +219,37 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     made = sorted(
         by_settings.values(), key=lambda own: order.index(own[0].method) if own[0].method in order else len(order)
     )
-    differ = differing(made)
+    differ, switches = differing(made), _switches(made)
     names = []
     for own in made:
         first = own[0]
         told = [first.method] + ([first.name] if len({run.name for run in runs}) > 1 else [])
         same = [other for other in made if other[0].method == first.method and other[0].name == first.name]
-        if len(same) > 1:
-            mine = first.settings
-            told += [
-                _called(key, mine[key]) for key in differ if mine.get(key, False) is not False and key != "algorithm"
-            ]
-        names.append(", ".join(told))
+        keys = dict.fromkeys([*(differ if len(same) > 1 else []), *switches])
+        names.append(", ".join([*told, *called(first.settings, list(keys))]))
     return [Group(_once(names, i), own) for i, own in enumerate(made)]
 
 
-def _called(key: str, value: Any) -> str:
-    """A setting in a method's name; one that is on is its name alone, one that is off is not there."""
-    name = key.split(".")[-1]
-    return name.replace("_", " ") if value is True else f"{name} {value}"
+def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Settings in a method's name: what is on or off is its name alone, and left out where that is the default, as is what an
+    older run does not have."""
+    words = []
+    for key in keys:
+        name, value = key.split(".")[-1], settings.get(key)
+        if isinstance(value, bool):
+            words += [] if value == (key in ON) else [("" if value else "no ") + name.replace("_", " ")]
+        elif value is not None and key != "algorithm":
+            words.append(f"{name} {value}")
+    return words
+
+
+def _switches(made: Sequence[Sequence[Run]]) -> list[str]:
+    """What is on in the training of some groups, whatever their method, and not in that of others: no fair comparison
+    without a word of it."""
+    on = [
+        {key for key, value in own[0].settings.items() if value is True and key.startswith("training.")} for own in made
+    ]
+    return sorted({key for own in on for key in own if not all(key in other for other in on)})
 
 
 def _once(names: Sequence[str], i: int) -> str:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedmix.report.gather import COLUMNS, FINAL, Group, Run, differing, flat, glance, groups, part_of, table
+from fedmix.report.gather import COLUMNS, FINAL, Group, Run, called, differing, flat, glance, groups, part_of, table
 from fedmix.report.text import GIB, WITH_LABELS
 
 POINTS = 400  # of a curve
@@ -290,6 +290,7 @@ def sweep(made: Sequence[Group]) -> dict[str, Any] | None:
     for group, row in zip(made, table(made), strict=True):
         by_method.setdefault(f"{group.runs[0].method}, {group.runs[0].name}", []).append((group, row))
     varied = max(by_method.values(), key=len)
+    method = varied[0][0].runs[0].method
     keys = [key for key in differing([group.runs for group, _ in varied]) if key != "algorithm"]
     found: dict[str, list[dict[str, Any]]] = {}
     for key in keys:
@@ -298,18 +299,22 @@ def sweep(made: Sequence[Group]) -> dict[str, Any] | None:
             continue
         lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
         for group, row in varied:
-            others = [f"{other.split('.')[-1]} {group.runs[0].settings.get(other)}" for other in keys if other != key]
+            others = called(group.runs[0].settings, [other for other in keys if other != key])
             lines.setdefault(", ".join(others), []).append((group.runs[0].settings[key], row))
         if max(len(points) for points in lines.values()) > 1:
             ordered = {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()}
             found[key] = [
-                {"name": name, "values": [value for value, _ in points], "rows": _rounded([row for _, row in points])}
+                {
+                    "name": name or (method if len(ordered) > 1 else ""),
+                    "values": [value for value, _ in points],
+                    "rows": _rounded([row for _, row in points]),
+                }
                 for name, points in ordered.items()
             ]
     if not found:
         return None
     beside = [_rounded(row) for own in by_method.values() if own is not varied for _, row in own]
-    return {"keys": found, "method": varied[0][0].runs[0].method, "beside": beside[:6]}
+    return {"keys": found, "method": method, "beside": beside[:6]}
 
 
 def about(run: Run) -> dict[str, Any]:
