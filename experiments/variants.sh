@@ -14,4 +14,7 @@ for seed in 0 1 2; do
   variant gate-apart --set fedmix.gate_through_features=false
   variant counts --set fedmix.full_steps=true --set training.label_counts=true
   variant fedavg-counts --algorithm fedavg --set training.label_counts=true
+  for name in full-steps fedavg counts fedavg-counts; do
+    look "variants/$name-seed$seed" --no-vae
+  done
 done
