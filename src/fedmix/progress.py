@@ -10,13 +10,11 @@ from fedmix.report.text import printable, size
 
 class _Totals:
     def __init__(self) -> None:
-        self.bytes = 0
         self.accuracy = ""
         self.troubles: list[str] = []
 
     def take(self, line: dict[str, Any]) -> list[str]:
         """Add a round; gives what has newly gone wrong in it."""
-        self.bytes += line["bytes_down"] + line["bytes_up"]
         if "accuracy" in line:
             local, server = line["accuracy"]["local"]["mean"], line["accuracy"]["server"]["mean"]
             self.accuracy = f"local {_percent(local)} server {_percent(server)}"
@@ -121,7 +119,7 @@ def _line(title: str, totals: _Totals, step: Any) -> None:
     for trouble in totals.take(step.metrics):
         print(f"{title}  round {step.done}/{step.total}  {trouble}", file=sys.stderr, flush=True)
     if "accuracy" in step.metrics or step.done == 1:
-        facts = f"loss {step.metrics['loss']:.4f}  {totals.accuracy or 'not evaluated yet'}  sent {size(totals.bytes)}"
+        facts = f"loss {step.metrics['loss']:.4f}  {totals.accuracy or 'not evaluated yet'}  sent {size(step.sent)}"
         print(f"{title}  round {step.done}/{step.total}  {facts}", file=sys.stderr, flush=True)
 
 
@@ -144,7 +142,7 @@ def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
             bar.start()  # after the workers were forked: the bar has a thread
         for trouble in totals.take(step.metrics):
             bar.console.print(f"{title}  round {step.done}/{step.total}  {trouble}", style="yellow", markup=False)
-        facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(totals.bytes)}"
+        facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(step.sent)}"
         bar.update(task, completed=step.done, total=step.total, facts=facts)
 
     try:

@@ -204,8 +204,11 @@ def test_asked_to_stop_a_run_finishes_its_checkpoint_and_says_how_to_go_on(tmp_p
 def test_a_run_can_be_made_longer(tmp_path):
     train(small_experiment(rounds=6), tmp_path / "whole")
     train(small_experiment(rounds=4), tmp_path / "longer")
-    summary = train(small_experiment(rounds=6), tmp_path / "longer", resume=True)
+    told = []
+    summary = train(small_experiment(rounds=6), tmp_path / "longer", resume=True, watch=told.append)
     assert summary["rounds"] == 6
+    assert [progress.done for progress in told] == [5, 6]
+    assert told[-1].sent == summary["bytes_down"] + summary["bytes_up"]
     a, b = final_weights(tmp_path / "whole"), final_weights(tmp_path / "longer")
     assert all(torch.equal(a[name], b[name]) for name in a)
     with pytest.raises(RunError, match="at round 6 already; it cannot end at round 5"):

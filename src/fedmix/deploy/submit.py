@@ -16,7 +16,7 @@ from fedmix.deploy.serve import LINK, flower
 from fedmix.errors import RunError
 from fedmix.experiment.recipe import Recipe, dump_recipe
 from fedmix.experiment.record import FAILURE, InUse, RunDirectory, read_metrics
-from fedmix.experiment.run import Progress
+from fedmix.experiment.run import Progress, sent_in
 
 FREE_SECONDS = 90.0  # for a server that was stopped to let go of a run directory
 LOOK_SECONDS = 0.3  # between looks at the run directory
@@ -125,10 +125,10 @@ class Submission:
         while True:
             time.sleep(LOOK_SECONDS)
             lines = read_metrics(self.out)
-            for line in lines:
+            for i, line in enumerate(lines):
                 if line["round"] > told:
                     told, quiet_since = line["round"], time.monotonic()
-                    self.watch(Progress(told, self.recipe.rounds, line))
+                    self.watch(Progress(told, self.recipe.rounds, line, sent_in(lines[: i + 1])))
             file = self.out / "summary.json"
             if file.exists() and told == self.recipe.rounds:
                 summary: dict[str, Any] = json.loads(file.read_text())

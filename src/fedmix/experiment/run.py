@@ -42,6 +42,12 @@ class Progress:
     done: int
     total: int
     metrics: dict[str, Any]
+    sent: int  # bytes, in all rounds up to this one
+
+
+def sent_in(lines: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes down and up in rounds, from their lines of metrics."""
+    return sum(line["bytes_down"] + line["bytes_up"] for line in lines)
 
 
 class Stopped(Exception):
@@ -217,6 +223,7 @@ class _Going:
             engine.name == "flower"
         )  # clients keep the states of two rounds: the server may not fall further behind
         everyone, per_round = len(self.experiment.federation), recipe.clients_per_round
+        sent = sent_in(self.directory.metrics())
         for step in rounds(algorithm, engine, state, recipe.seed, everyone, per_round, recipe.rounds, recipe.server):
             state = step.state
             # local accuracy while training: each client's own score, on validation data, of the weights it just sent
@@ -225,6 +232,7 @@ class _Going:
             if elsewhere:
                 carried["engine"] = engine.memory()
             line = self.directory.append_metrics(_metrics(self.experiment, engine, step, carried["proxy"]))
+            sent += sent_in([line])
             last = step.t == recipe.rounds
             stop = (
                 self.asked_to_stop()
@@ -232,7 +240,7 @@ class _Going:
             if last or stop or elsewhere or step.t % recipe.checkpoint.every == 0:
                 self.checkpoints.save(state, engine.store, carried)
             if self.watch:
-                self.watch(Progress(step.t, recipe.rounds, line))
+                self.watch(Progress(step.t, recipe.rounds, line, sent))
             if stop and not last:
                 raise Stopped(step.t, self.directory.path)
         return summarise(self.experiment, engine, state, self.directory, carried)
