@@ -103,6 +103,20 @@ def test_methods_that_are_trained_differently_say_so(tmp_path):
     assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix", "FedAvg"]
 
 
+def test_a_method_is_told_apart_by_its_own_settings_alone(tmp_path):
+    for gamma in (0.9, 0.99):
+        made_up(tmp_path / f"mix-{gamma}", more=f"[fedmix]\ngamma = {gamma}\n[model]\nchannels = []\n")
+    for channels in ("[]", "[8]"):
+        more = f"[fedmix]\ngamma = 0.99\n[model]\nchannels = {channels}\n"
+        made_up(tmp_path / f"avg{channels}", algorithm="fedavg", more=more)
+    assert {group.name for group in groups(gather([str(tmp_path)]))} == {
+        "FedMix, gamma 0.9",
+        "FedMix, gamma 0.99",
+        "FedAvg",
+        "FedAvg, channels [8]",
+    }
+
+
 def test_lines_of_a_sweep_are_named_like_groups(tmp_path):
     for eta in (0.0, 0.9):
         for full in ("true", "false"):

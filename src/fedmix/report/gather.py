@@ -219,26 +219,26 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     made = sorted(
         by_settings.values(), key=lambda own: order.index(own[0].method) if own[0].method in order else len(order)
     )
-    differ, switches = differing(made), _switches(made)
+    switches = _switches(made)
     names = []
     for own in made:
         first = own[0]
         told = [first.method] + ([first.name] if len({run.name for run in runs}) > 1 else [])
         same = [other for other in made if other[0].method == first.method and other[0].name == first.name]
-        keys = dict.fromkeys([*(differ if len(same) > 1 else []), *switches])
+        keys = dict.fromkeys([*differing(same), *switches])
         names.append(", ".join([*told, *called(first.settings, list(keys))]))
     return [Group(_once(names, i), own) for i, own in enumerate(made)]
 
 
 def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Settings in a method's name: what is on or off is its name alone, and left out where that is the default, as is what an
-    older run does not have."""
+    """Settings in a method's name: what is on or off is its name alone, and left out where that is the default, as is what is
+    empty, or not there in an older run."""
     words = []
     for key in keys:
         name, value = key.split(".")[-1], settings.get(key)
         if isinstance(value, bool):
             words += [] if value == (key in ON) else [("" if value else "no ") + name.replace("_", " ")]
-        elif value is not None and key != "algorithm":
+        elif value not in (None, [], "") and key != "algorithm":
             words.append(f"{name} {value}")
     return words
 
