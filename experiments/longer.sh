@@ -4,6 +4,3 @@
 LONG=(cifar10 --rounds "${ROUNDS:-1000}" "${BF16[@]}")
 go cifar10-1000/fedmix-full-steps "${LONG[@]}" --set fedmix.full_steps=true
 go cifar10-1000/fedavg "${LONG[@]}" --algorithm fedavg
-for run in fedmix-full-steps fedavg; do
-  look "cifar10-1000/$run" --no-vae
-done
