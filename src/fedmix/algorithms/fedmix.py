@@ -212,7 +212,7 @@ def fedmix(
                 q = phi.gather(1, batch.c.unsqueeze(2).expand(-1, -1, K))
             if settings.full_steps:
                 log_lik = objective.full_steps(log_lik, q, batch.weight)
-            return -(batch.weight * (q * (log_lik + log_gate)).sum(dim=2)).sum(dim=1), phi
+            return -(batch.weight * (q * log_lik + q * log_gate).sum(dim=2)).sum(dim=1), phi
 
         factor = rate_factor(client.schedule, t, rounds) if epochs is None else 1.0
         trained, phi, losses = train_group(
