@@ -238,7 +238,7 @@ def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
         name, value = key.split(".")[-1], settings.get(key)
         if isinstance(value, bool):
             words += [] if value == (key in ON) else [("" if value else "no ") + name.replace("_", " ")]
-        elif value not in (None, [], "") and key != "algorithm":
+        elif value not in (None, [], ""):
             words.append(f"{name} {value}")
     return words
 
@@ -256,18 +256,15 @@ def _once(names: Sequence[str], i: int) -> str:
     return names[i] if names.count(names[i]) == 1 else f"{names[i]} ({names[: i + 1].count(names[i])})"
 
 
-def differing(made: Sequence[Sequence[Run]]) -> list[str]:
-    """Settings that are not the same in all groups of one method. One that a run does not have, for it is older than the
-    setting, counts only where nothing else tells that run from the others; what is on or off was off in it."""
-    keys: dict[str, None] = {}
-    for method in dict.fromkeys(own[0].method for own in made):
-        same = [_told(own[0].settings) for own in made if own[0].method == method]
-        every = list(dict.fromkeys(key for settings in same for key in settings))
-        stated = [key for key in every if len({settings[key] for settings in same if key in settings}) > 1]
-        if len({tuple(settings.get(key) for key in stated) for settings in same}) < len(same):
-            stated = [key for key in every if len({settings.get(key, "false") for settings in same}) > 1]
-        keys |= dict.fromkeys(stated)
-    return list(keys)
+def differing(same: Sequence[Sequence[Run]]) -> list[str]:
+    """Settings that are not the same in all of these groups of one method. One that a run does not have, for it is older than
+    the setting, counts only where nothing else tells that run from the others; what is on or off was off in it."""
+    told = [_told(own[0].settings) for own in same]
+    every = list(dict.fromkeys(key for settings in told for key in settings))
+    stated = [key for key in every if len({settings[key] for settings in told if key in settings}) > 1]
+    if len({tuple(settings.get(key) for key in stated) for settings in told}) < len(told):
+        stated = [key for key in every if len({settings.get(key, "false") for settings in told}) > 1]
+    return stated
 
 
 def _told(settings: Mapping[str, Any]) -> dict[str, str]:

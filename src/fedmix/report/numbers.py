@@ -291,7 +291,7 @@ def sweep(made: Sequence[Group]) -> dict[str, Any] | None:
         by_method.setdefault(f"{group.runs[0].method}, {group.runs[0].name}", []).append((group, row))
     varied = max(by_method.values(), key=len)
     method = varied[0][0].runs[0].method
-    keys = [key for key in differing([group.runs for group, _ in varied]) if key != "algorithm"]
+    keys = differing([group.runs for group, _ in varied])
     found: dict[str, list[dict[str, Any]]] = {}
     for key in keys:
         values = [group.runs[0].settings.get(key) for group, _ in varied]
