@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
+from scipy.stats import kstest
 
 from fedmix.core import health, privacy
 from fedmix.rng import stream
@@ -37,27 +38,43 @@ def test_an_update_is_clipped_as_a_whole():
     assert torch.allclose(torch.cat([v.flatten() for v in short.values()]), torch.tensor([0.6, 0.8]))
 
 
-def test_noise_has_the_size_it_says_and_an_address():
+@pytest.mark.parametrize("source", [privacy.noise_of_this_machine, privacy.repeatable_noise(stream(0))])
+def test_noise_has_the_size_it_says_and_is_normal(source):
     sent = {"w": torch.zeros(20_000)}
     back = {"w": torch.full((20_000,), 0.5)}
-    clip, noise = 2.0, 0.3
-    got = privacy.noisy_weights(sent, back, clip, noise, stream(0))["w"]
+    clip, size = 2.0, 0.3
+    got = privacy.noisy_weights(sent, back, clip, size, source)["w"]
     mean = clip / 20_000**0.5  # of each number, once the whole is clipped
     assert float(got.mean()) == pytest.approx(mean, abs=5 * 1.2 / 20_000**0.5)
-    assert float(got.std()) == pytest.approx(noise * 2 * clip, rel=0.05)
-    assert torch.equal(got, privacy.noisy_weights(sent, back, clip, noise, stream(0))["w"])
-    assert not torch.equal(got, privacy.noisy_weights(sent, back, clip, noise, stream(1))["w"])
-    no_noise = privacy.noisy_weights(sent, back, 1e9, 0.0, stream(0))["w"]
+    assert float(got.std()) == pytest.approx(size * 2 * clip, rel=0.05)
+    assert kstest((got - mean).numpy() / (size * 2 * clip), "norm").pvalue > 1e-6
+    no_noise = privacy.noisy_weights(sent, back, 1e9, 0.0, source)["w"]
     assert torch.allclose(no_noise, back["w"])
 
 
-def test_noisy_posteriors_are_posteriors():
+def test_noise_of_this_machine_follows_no_seed():
+    """Two numbers of a pair, and two calls, have nothing to do with each other, whatever torch and numpy are seeded with."""
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002 (the global generator is what must not matter)
+        draws.append(privacy.noise_of_this_machine([3, 10_001]))
+    assert draws[0].shape == (3, 10_001)
+    together = torch.stack([draws[0].flatten(), draws[1].flatten(), draws[0].flatten().roll(15_002)])
+    correlations = torch.corrcoef(together)[~torch.eye(3, dtype=torch.bool)]
+    assert float(correlations.abs().max()) < 0.04
+    repeated = [privacy.repeatable_noise(stream(0, "a"))([4]) for _ in range(2)]
+    assert torch.equal(*repeated)
+
+
+@pytest.mark.parametrize("source", [privacy.noise_of_this_machine, privacy.repeatable_noise(stream(0))])
+def test_noisy_posteriors_are_posteriors(source):
     rows = torch.softmax(torch.randn(7, 4), dim=1)
-    got = privacy.noisy_rows(rows, 0.5, stream(0))
+    got = privacy.noisy_rows(rows, 0.5, source)
     assert torch.allclose(got.sum(dim=1), torch.ones(7), atol=1e-5)
     assert (got >= 0).all()
     assert not torch.allclose(got, rows, atol=0.05)
-    assert torch.allclose(privacy.noisy_rows(rows[0], 0.0, stream(0)), rows[0], atol=1e-6)
+    assert torch.allclose(privacy.noisy_rows(rows[0], 0.0, source), rows[0], atol=1e-6)
 
 
 def test_troubles_are_said():

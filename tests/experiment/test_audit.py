@@ -9,22 +9,28 @@ import pytest
 import torch
 from conftest import METHODS, small_experiment, small_federation, small_recipe
 from rich.console import Console
+from safetensors.torch import load_file
 from scipy.stats import norm
 from test_inference import trained
 from torch import nn
 
+from fedmix.core.privacy import repeatable_noise
 from fedmix.core.tree import subtree
-from fedmix.errors import RunError, SettingError
+from fedmix.engines.client import Task, perform
+from fedmix.errors import SettingError
 from fedmix.experiment import leakage
 from fedmix.experiment.accounting import guarantee, noisy_parts
 from fedmix.experiment.audit import audit_run
 from fedmix.experiment.build import build
+from fedmix.experiment.checkpoint import Checkpoints
 from fedmix.experiment.inference import Where
 from fedmix.experiment.recipe import make_recipe
-from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.record import RunDirectory, read_metrics
+from fedmix.experiment.releases import FIRST, cohorts
 from fedmix.experiment.restore import restore
 from fedmix.experiment.run import run
 from fedmix.report.audit import audit_table
+from fedmix.report.text import summary_table
 from fedmix.rng import stream
 
 SERIAL = Where(engine="serial")
@@ -35,6 +41,18 @@ def skewed():
     base = small_federation()
     parts = {part: [own[base.y[own] != s % 3] for s, own in enumerate(base.parts[part])] for part in base.parts}
     return replace(base, parts=parts)
+
+
+class Wide(nn.Module):
+    """Enough parameters for a cosine to mean something."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2000)
+        self.out = nn.Linear(2000, 3)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.fc(x)))
 
 
 class ZeroOutput(nn.Module):
@@ -291,10 +309,110 @@ def test_what_says_nothing_and_what_is_reported_are_said(tmp_path):
     assert "share_private" in " ".join(result["notes"])
 
 
-def test_a_guarantee_does_not_rest_on_a_log_that_is_not_whole(tmp_path):
-    federation, _ = trained(tmp_path / "r", **{"privacy.clip": 1.0, "privacy.noise": 0.5})
-    lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "r" / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(RunError, match="a line for each of 3 rounds"):
-        audit_run(restore(tmp_path / "r", federation), SERIAL)
+NOISY = {"privacy.clip": 1.0, "privacy.noise": 0.5}
+
+
+def test_a_guarantee_rests_on_releases_that_are_whole(tmp_path):
+    """A flipped bit, a missing line, a missing file: no guarantee, and the reason is said."""
+    federation, summary = trained(tmp_path / "r", **NOISY)
+    assert summary["privacy"]["rounds_of_a_client"] == 3
+    file = tmp_path / "r" / "releases.jsonl"
+    whole = file.read_text()
+    (tmp_path / "r" / "metrics.jsonl").write_text("")  # it does not matter
+    for text, why in (
+        (whole, None),
+        (whole + '{"round": 4, "cli', None),  # cut off while it was written: nobody was asked
+        (whole.replace('"clients": [0, 1', '"clients": [2, 1', 1), "not what was written"),
+        ("".join(whole.splitlines(keepends=True)[:-1]), "lines that a checkpoint knew are missing"),
+        (whole.replace("{", "", 1), "cannot be read"),
+        (None, "lines that a checkpoint knew are missing"),
+    ):
+        file.unlink() if text is None else file.write_text(text)
+        found = audit_run(restore(tmp_path / "r", federation), SERIAL)["protection"]
+        assert (found["epsilon"] is None) == (why is not None), why
+        assert why is None or why in found["why_none"]
     assert noisy_parts(make_recipe({}, "independent")) == 0
+
+
+def test_a_round_that_is_trained_again_counts_twice(tmp_path, monkeypatch):
+    """A crash after the answers of round 2 came in, before its checkpoint: the server has seen them."""
+    federation, recipe = small_federation(), small_recipe(**NOISY)
+    experiment = build(recipe, federation)
+    saved = Checkpoints.save
+
+    def crash(self, state, store, carried):
+        if state.round == 2:
+            raise KeyboardInterrupt
+        saved(self, state, store, carried)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", crash)
+        directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
+        with pytest.raises(KeyboardInterrupt):
+            run(experiment, directory, "serial")
+        directory.close()
+    directory = RunDirectory.open(tmp_path / "r", recipe, resume=True, overwrite=False)
+    summary = run(build(recipe, federation), directory, "serial")
+    directory.close()
+    assert len(read_metrics(tmp_path / "r")) == 3
+    assert summary["privacy"]["rounds_of_a_client"] == 4
+    assert summary["privacy"]["epsilon"] == pytest.approx(guarantee(recipe, [[0]] * 4)["epsilon"])
+
+
+def test_refused_answers_were_seen_and_count(tmp_path):
+    """Half of every cohort is over the median norm, and refused: the server has seen them all the same."""
+    trained(tmp_path / "r", **NOISY, **{"server.norm_limit": 1.0})
+    used = [line["clients"] for line in read_metrics(tmp_path / "r")]
+    assert [len(cohort) for cohort in used] == [2, 2, 2]
+    assert cohorts(tmp_path / "r", FIRST) == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("engine", ["serial", "local"])
+def test_the_server_cannot_draw_a_clients_noise_again(tmp_path, engine):
+    """Same recipe, same seed, other noise; where a simulation asks for the same noise there is no guarantee."""
+
+    def twice(**changes):
+        federation, made = small_federation(), []
+        for number in range(2):
+            recipe = small_recipe(**NOISY, **changes, rounds=1)
+            out = tmp_path / f"{len(changes)}-{number}"
+            directory = RunDirectory.open(out, recipe, resume=False, overwrite=False)
+            made.append((run(build(recipe, federation), directory, engine), load_file(_newest(out))))
+            directory.close()
+        return made
+
+    def _newest(out):
+        return out / "checkpoints" / "round-000001" / "server.safetensors"
+
+    (summary, one), (_, other) = twice()
+    assert not torch.equal(one["experts.0.out.weight"], other["experts.0.out.weight"])
+    assert summary["privacy"]["epsilon"] > 0
+    (summary, one), (_, other) = twice(**{"privacy.reproducible": True})
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert summary["privacy"]["epsilon"] is None
+    printed = StringIO()
+    Console(file=printed, width=200).print(summary_table(summary))
+    assert "no guarantee: privacy.reproducible draws the noise from the recipe's seed" in printed.getvalue()
+
+
+def test_noise_of_a_client_is_independent_of_the_seeds_noise():
+    """The attack that was possible: the noise regenerated from the public seed, subtracted from what was sent."""
+    experiment = small_experiment("fedavg", **{"privacy.clip": 1.0, "privacy.noise": 5.0}, model=Wide)
+    algorithm = experiment.algorithm
+    sent = algorithm.broadcast(algorithm.init(0), 0)
+    task = Task("train", 1, 0, sent)
+    answer, _ = perform(algorithm, experiment.federation, 0, task, algorithm.new_client(0))
+    plain = small_experiment("fedavg", **{"privacy.clip": 1.0}, model=Wide)
+    true, _ = perform(plain.algorithm, plain.federation, 0, task, algorithm.new_client(0))
+    guessed = repeatable_noise(task.stream(0).child("noise"))
+    regenerated = {name: -5.0 * 2 * guessed(value.shape) for name, value in sent.tensors.items()}
+    moved, hidden, left = (
+        torch.cat([tensors[name].flatten() for name in sent.tensors])
+        for tensors in (
+            {name: true.tensors[name] - w for name, w in sent.tensors.items()},
+            {name: answer.tensors[name] - w for name, w in sent.tensors.items()},
+            {name: answer.tensors[name] - w - regenerated[name] for name, w in sent.tensors.items()},
+        )
+    )
+    for what in (hidden, left):
+        assert abs(float(torch.cosine_similarity(moved, what, dim=0))) < 0.1

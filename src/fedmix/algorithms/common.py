@@ -5,12 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedmix.algorithms.settings import ClientSettings, ServerSettings
+from fedmix.algorithms.settings import ClientSettings, PrivacySettings, ServerSettings
+from fedmix.core import privacy
 from fedmix.core.objective import label_offset
 from fedmix.core.optim import Optimizer, adam, sgd
 from fedmix.core.tree import Params
 from fedmix.core.types import Private
 from fedmix.errors import ModelError
+from fedmix.rng import Stream
 
 
 def client_optimizer(settings: ClientSettings) -> Optimizer:
@@ -23,6 +25,11 @@ def server_optimizer(settings: ServerSettings, lr: float | None = None, rows: bo
         return sgd(1.0)
     rate = lr or settings.server_lr
     return adam(rate, rows=rows) if settings.optimizer == "adam" else sgd(rate)
+
+
+def noise_source(settings: PrivacySettings, rng: Stream) -> privacy.Noise:
+    """Where a client's noise comes from: its own machine, or the recipe's seed where a simulation asks for that."""
+    return privacy.repeatable_noise(rng) if settings.reproducible else privacy.noise_of_this_machine
 
 
 def fitting(w: Params, like: Params) -> Params:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, noise_source, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, LocalGlobalSettings, PrivacySettings, ServerSettings
 from fedmix.core import aggregate, divergence, guard, privacy
 from fedmix.core.model import Model
@@ -104,7 +104,8 @@ def fedavg(
     def wrap(sent: Message, reply: Message, rng: Stream) -> Message:
         tensors = reply.tensors
         if protection.clip:
-            tensors = privacy.noisy_weights(sent.tensors, tensors, protection.clip, protection.noise, rng)
+            source = noise_source(protection, rng)
+            tensors = privacy.noisy_weights(sent.tensors, tensors, protection.clip, protection.noise, source)
         if linear:  # N_s Delta_s
             tensors = {n: reply.numbers["n"] * (sent.tensors[n] - w) for n, w in tensors.items()}
         return Message(tensors, reply.numbers)

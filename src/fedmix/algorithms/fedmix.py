@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, server_optimizer
+from fedmix.algorithms.common import OwnLabels, client_optimizer, fitting, noise_source, server_optimizer
 from fedmix.algorithms.settings import ClientSettings, FedmixSettings, PrivacySettings, ServerSettings
 from fedmix.core import aggregate, divergence, gate, guard, health, objective, posterior, privacy, prune
 from fedmix.core.model import Model
@@ -256,11 +256,13 @@ def fedmix(
         tensors = dict(reply.tensors)
         weights = {name: w for name, w in tensors.items() if name.startswith("expert.")}
         if protection.clip:
-            weights = privacy.noisy_weights(sent.tensors, weights, protection.clip, protection.noise, rng)
+            source = noise_source(protection, rng)
+            weights = privacy.noisy_weights(sent.tensors, weights, protection.clip, protection.noise, source)
             tensors |= weights
         if protection.noise:
             for name in POSTERIOR & tensors.keys():
-                tensors[name] = privacy.noisy_rows(tensors[name], protection.noise, rng.child(name))
+                source = noise_source(protection, rng.child(name))
+                tensors[name] = privacy.noisy_rows(tensors[name], protection.noise, source)
         if linear:
             n = reply.numbers["n"]
             q = n * tensors["q_zs"]

@@ -78,6 +78,7 @@ class PrivacySettings:
     clip: float = 0.0  # norm of a client's whole update; 0: not clipped
     noise: float = 0.0  # standard deviation of the noise, as a multiple of how far apart two clients' answers can be
     delta: float = 1e-5  # of the guarantee (epsilon, delta) that is reported
+    reproducible: bool = False  # noise from the recipe's seed, for simulations: the server can subtract it
 
     def __post_init__(self) -> None:
         require(self.clip >= 0, "privacy.clip", "more than 0, or 0 for no clipping", self.clip)

@@ -1,13 +1,16 @@
 """Less for the server to see: clipped and noisy answers, and answers of which only the sum over clients is needed."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedmix.core.tree import Params
 from fedmix.rng import Stream
 
+Noise = Callable[[Sequence[int]], Tensor]  # a shape -> independent standard normal numbers of that shape
 SIMPLEX_DIAMETER = 2**0.5  # the largest distance of two points of a simplex
 
 
@@ -18,26 +21,48 @@ def clipped(moved: Mapping[str, Tensor], norm: float) -> Params:
     return {name: value * factor for name, value in moved.items()}
 
 
-def noisy(moved: Mapping[str, Tensor], std: float, rng: Stream) -> Params:
+def noise_of_this_machine(shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers made of the operating system's entropy (Box and Muller, 1958).
+
+    Nobody else can draw them again: they depend on no seed, and no generator's state could be found out from them.
+    """
+    count = int(np.prod(shape, dtype=np.int64))
+    pairs = -(-count // 2)
+    bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64).reshape(2, pairs)
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 1) * 2.0**-53  # in (0, 1]: the logarithm is finite
+    radius = np.sqrt(-2 * np.log(uniform[0]))
+    angle = 2 * np.pi * uniform[1]
+    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return torch.from_numpy(normal.astype(np.float32)).reshape(list(shape))
+
+
+def repeatable_noise(rng: Stream) -> Noise:
+    """The same numbers in every run: whoever knows the recipe's seed can subtract them, so they protect nobody."""
+    generator = torch.Generator().manual_seed(rng.seed)
+    return lambda shape: torch.randn(list(shape), generator=generator)
+
+
+def noisy(moved: Mapping[str, Tensor], std: float, noise: Noise) -> Params:
     """Gaussian noise on every number."""
-    with rng.torch():
-        return {name: value + std * torch.randn(value.shape).to(value.device) for name, value in moved.items()}
+    return {name: value + std * noise(value.shape).to(value.device) for name, value in moved.items()}
 
 
 def noisy_weights(
-    sent: Mapping[str, Tensor], back: Mapping[str, Tensor], clip: float, noise: float, rng: Stream
+    sent: Mapping[str, Tensor], back: Mapping[str, Tensor], clip: float, size: float, noise: Noise
 ) -> Params:
     """The weights that a client returns, their distance from what it was sent clipped to `clip`, with Gaussian noise of
-    standard deviation noise * 2 clip: two updates of norm `clip` are at most 2 clip apart."""
+    standard deviation size * 2 clip: two updates of norm `clip` are at most 2 clip apart."""
     moved = clipped({name: sent[name] - value for name, value in back.items()}, clip)
-    return {name: sent[name] - value for name, value in noisy(moved, noise * 2 * clip, rng).items()}
+    if size:
+        moved = noisy(moved, size * 2 * clip, noise)
+    return {name: sent[name] - value for name, value in moved.items()}
 
 
-def noisy_rows(rows: Tensor, noise: float, rng: Stream) -> Tensor:
+def noisy_rows(rows: Tensor, size: float, noise: Noise) -> Tensor:
     """Points of simplices [..., K] with Gaussian noise, projected back: all rows together move by at most
     sqrt(2 rows) between two clients, which the noise's standard deviation is a multiple of."""
     far = SIMPLEX_DIAMETER * (rows.numel() // rows.shape[-1]) ** 0.5
-    shifted = noisy({"rows": rows}, noise * far, rng)["rows"]
+    shifted = noisy({"rows": rows}, size * far, noise)["rows"]
     return project_to_simplex(shifted)
 
 

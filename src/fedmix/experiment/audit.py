@@ -20,16 +20,14 @@ from fedmix.core.privacy import summed
 from fedmix.core.types import Message, State
 from fedmix.engines.client import Task
 from fedmix.engines.store import MemoryStore, Store
-from fedmix.errors import RunError
 from fedmix.experiment import leakage
-from fedmix.experiment.accounting import guarantee
+from fedmix.experiment.accounting import guarantee_of_run
 from fedmix.experiment.build import Experiment, build_algorithm
 from fedmix.experiment.evaluate import worst_decile
 from fedmix.experiment.inference import Watch, Where, sample
 from fedmix.experiment.leakage import Vector
 from fedmix.experiment.loop import everyone
 from fedmix.experiment.recipe import Recipe
-from fedmix.experiment.record import read_metrics
 from fedmix.experiment.restore import Restored
 from fedmix.experiment.run import make_engine, starting_state
 
@@ -141,20 +139,10 @@ class _Audit:
                 "aggregation": self.recipe.server.aggregation,
                 "clip": self.recipe.privacy.clip,
                 "noise": self.recipe.privacy.noise,
-                **guarantee(self.recipe, self._cohorts()),
+                **guarantee_of_run(self.recipe, self.run.path, self.run.carried),
             },
             "notes": self.notes,
         }
-
-    def _cohorts(self) -> list[list[int]]:
-        """Who took part in each round; a guarantee may not rest on a log that is not whole."""
-        lines = read_metrics(self.run.path)
-        if self.recipe.privacy.noise and len(lines) < self.run.state.round:
-            raise RunError(
-                f"{self.run.path}/metrics.jsonl must have a line for each of {self.run.state.round} rounds: what noise "
-                f"guarantees depends on who took part. It has {len(lines)}."
-            )
-        return [line["clients"] for line in lines]
 
     def _experiment(self, recipe: Recipe) -> Experiment:
         made = self.run.experiment

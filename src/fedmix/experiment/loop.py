@@ -1,7 +1,7 @@
 """The round loop: a generator. Whoever consumes it evaluates, saves and prints."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,12 +73,17 @@ def rounds(
     per_round: int,
     last: int,
     server: ServerSettings = ServerSettings(),  # noqa: B008 (frozen)
+    about_to_ask: Callable[[int, Sequence[int]], None] = lambda t, clients: None,
 ) -> Iterator[Round]:
-    """Rounds after `state` up to round `last`: sample, send, train, check, update."""
+    """Rounds after `state` up to round `last`: sample, send, train, check, update.
+
+    about_to_ask: called with the round and its clients before anything is sent to them.
+    """
     for t in range(state.round + 1, last + 1):
         began = time.perf_counter()
         chosen = cohort(seed, t, clients, per_round or clients)
         tasks = [Task("train", t, s, algorithm.broadcast(state, s)) for s in chosen]
+        about_to_ask(t, chosen)
         answers = dict(zip(chosen, engine.run(tasks), strict=True))
         absent = {s: answer.reason for s, answer in answers.items() if isinstance(answer, Absent)}
         came = {s: answer for s, answer in answers.items() if isinstance(answer, Message)}

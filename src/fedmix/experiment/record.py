@@ -17,6 +17,7 @@ from fedmix.data.federation import PARTS, Federation
 from fedmix.errors import RunError
 from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
+from fedmix.experiment.releases import NAME as RELEASES
 
 FAILURE = "failure.json"  # why a run that was submitted to a server did not end
 LOGGED = "logged.json"  # how far the tools of --log have got
@@ -27,6 +28,7 @@ FILES = {
     "environment.json",
     "federation.json",
     "metrics.jsonl",
+    RELEASES,
     "summary.json",
     "checkpoints",
     "clients",

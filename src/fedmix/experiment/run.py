@@ -20,12 +20,13 @@ from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore, Store
 from fedmix.errors import RunError, SettingError, one_of
 from fedmix.experiment import evaluate
-from fedmix.experiment.accounting import accountant_or_complain, guarantee
+from fedmix.experiment.accounting import RELEASES, accountant_or_complain, guarantee_of_run
 from fedmix.experiment.build import Experiment
 from fedmix.experiment.checkpoint import Checkpoint, Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
 from fedmix.experiment.recipe import OWN, dump_recipe, read_recipe
 from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.releases import FIRST, Releases
 from fedmix.experiment.trained import load
 from fedmix.rng import stream
 
@@ -217,6 +218,7 @@ class _Going:
         recipe, algorithm, found = self.experiment.recipe, self.experiment.algorithm, self.found
         state = found.state if found else starting_state(self.experiment)
         carried: dict[str, Any] = found.carried if found else {"proxy": {}, "seconds": 0.0}
+        releases = self._releases(carried)
         engine.remember(carried.get("engine", {}))
         self.directory.describe_environment(engine.name, engine.workers, device, recipe.seed)
         elsewhere = (
@@ -224,8 +226,20 @@ class _Going:
         )  # clients keep the states of two rounds: the server may not fall further behind
         everyone, per_round = len(self.experiment.federation), recipe.clients_per_round
         sent = sent_in(self.directory.metrics())
-        for step in rounds(algorithm, engine, state, recipe.seed, everyone, per_round, recipe.rounds, recipe.server):
+        for step in rounds(
+            algorithm,
+            engine,
+            state,
+            recipe.seed,
+            everyone,
+            per_round,
+            recipe.rounds,
+            recipe.server,
+            releases.note if releases else lambda t, clients: None,
+        ):
             state = step.state
+            if releases and RELEASES in carried:
+                carried[RELEASES] = releases.last
             # local accuracy while training: each client's own score, on validation data, of the weights it just sent
             carried["proxy"] |= {str(r.client): _score(r.message.numbers) for r in step.replies}
             carried["seconds"] += step.seconds
@@ -244,6 +258,14 @@ class _Going:
             if stop and not last:
                 raise Stopped(step.t, self.directory.path)
         return summarise(self.experiment, engine, state, self.directory, carried)
+
+    def _releases(self, carried: dict[str, Any]) -> Releases | None:
+        """Where it is noted who is asked for noisy answers; None: there is no noise."""
+        if not self.experiment.recipe.privacy.noise:
+            return None
+        if self.found is None:
+            carried[RELEASES] = FIRST
+        return Releases(self.directory.path, carried.get(RELEASES, FIRST))
 
 
 def _score(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -316,7 +338,10 @@ def summarise(
         "warnings": _troubles(lines) + _unanswered(server, len(federation)),
     }
     if recipe.privacy.noise:
-        summary["privacy"] = guarantee(recipe, (line["clients"] for line in lines))
+        summary["privacy"] = {
+            "noise": recipe.privacy.noise,
+            **guarantee_of_run(recipe, directory.path, carried),
+        }
     if whole.why:
         summary["notes"] = {"accuracy.global": whole.why}
     if federation.groups is not None:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, how_much
+from fedmix.report.text import NAMES, how_much, noise_words
 
 WHAT = {
     "bias_single_step": "output bias, one full-batch step",
@@ -73,13 +73,7 @@ def audit_table(result: Mapping[str, Any]) -> RenderableType:
 def _protection(protection: Mapping[str, Any]) -> str:
     words = f"aggregation: {protection['aggregation']}"
     words += f"; updates clipped to norm {protection['clip']:g}" if protection["clip"] else "; nothing clipped"
-    if not protection["noise"]:
-        return words + "; no noise, so no guarantee"
-    epsilon = f"epsilon {protection['epsilon']:.3g} at delta {protection['delta']:g}"
-    return (
-        f"{words}; noise {protection['noise']:g}: {epsilon} for a client in {protection['rounds_of_a_client']} rounds "
-        "(client-level, local; N_s, losses and scores not covered)"
-    )
+    return f"{words}; {noise_words(protection['noise'], protection)}"
 
 
 def _spread(value: Mapping[str, float]) -> str:

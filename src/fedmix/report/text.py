@@ -116,9 +116,25 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     """One run's result."""
     parts: list[RenderableType] = [comparison_table(comparison([summary]))]
     parts += [Text(f"! {warning}", style="yellow") for warning in summary.get("warnings", [])]
+    if "privacy" in summary:
+        noise = summary["privacy"].get("noise")
+        parts.append(Text(f"privacy: {noise_words(noise, summary['privacy'])}"))
     if "q_zs" in summary:
         parts.append(q_map(summary))
     return Group(*parts)
+
+
+def noise_words(noise: float | None, protection: Mapping[str, Any]) -> str:
+    """What a run's noise guarantees, or why it guarantees nothing. noise: its size; None: older files do not say it."""
+    if noise == 0:
+        return "no noise, so no guarantee"
+    size = "noise" if noise is None else f"noise {noise:g}"
+    if protection["epsilon"] is None:
+        return f"{size}, but no guarantee: {protection.get('why_none') or 'this file does not say why'}"
+    return (
+        f"{size}: epsilon {protection['epsilon']:.3g} at delta {protection['delta']:g} for a client that answered "
+        f"{protection['rounds_of_a_client']} times (client-level, local; N_s, losses and scores are not covered)"
+    )
 
 
 def q_map(summary: Mapping[str, Any], most: int = 60, names: Sequence[str] = ()) -> RenderableType:
