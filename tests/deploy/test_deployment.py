@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from fedmix.deploy.folder import read_server
 from fedmix.deploy.secrets import make_node_key
 from fedmix.experiment.recipe import read_recipe
 
-SMALL = ["--scale", "small", "--rounds", "3", "--quiet", "--json"]
+RECIPE = ["--scale", "small", "--rounds", "3"]
+SMALL = [*RECIPE, "--quiet", "--json"]
 PRUNED = ["--set", "fedmix.eta=0.9", "--set", "fedmix.gamma=0.3"]
 
 
@@ -44,8 +46,27 @@ def close(one, other):
     return all(torch.allclose(value.double(), other[name].double(), atol=1e-5) for name, value in one.items())
 
 
+def lines(out):
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def after_round(out, t, process, seconds=240):
+    until = time.monotonic() + seconds
+    while len(lines(out)) < t:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def said(words):
     print(words, file=sys.stderr)
+
+
+def accept(folder, *what):
+    """The owners of all sites accept what the server is going to train."""
+    for site in sorted((folder / "sites").iterdir()):
+        fedmix("deploy", "accept", str(site), "digits-skew", *what, "--json")
 
 
 @contextmanager
@@ -63,6 +84,7 @@ def up(tmp_path_factory):
 
 
 def test_a_run_over_sites_gives_the_numbers_of_the_plain_loop(up, tmp_path):
+    accept(up, *RECIPE, *PRUNED)
     here = fedmix("deploy", "run", str(up), *SMALL, *PRUNED, "--out", str(tmp_path / "sites"))
     plain = fedmix("train", "digits-skew", *SMALL, *PRUNED, "--engine", "serial", "--out", str(tmp_path / "serial"))
     assert close(weights(tmp_path / "sites", 3), weights(tmp_path / "serial", 3))
@@ -149,6 +171,7 @@ def test_bytes_are_those_that_flower_counts(tmp_path):
     with federation(tmp_path / "f", **{"data.clients": 2}) as running:
         assert set(running) == {"server", "site-1", "site-2"}
         changes = ["--set", "data.clients=2", "--set", "model.hidden=[4000]", "--set", "evaluation.share_private=false"]
+        accept(tmp_path / "f", *RECIPE, *changes)
         summary = fedmix("deploy", "run", str(tmp_path / "f"), *SMALL, *changes, "--out", str(tmp_path / "run"))
         (run,) = serve.flower(tmp_path / "f" / "server", "list", serve.LINK)["runs"]
     counted = run["network-traffic"]

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from test_deployment import PRUNED, close, federation, fedmix, said, weights
+from test_deployment import PRUNED, accept, after_round, close, federation, fedmix, lines, said, weights
 
 pytest.importorskip("flwr")
 
@@ -36,19 +36,6 @@ def running(folder, out, *more):
         process.stdout.close()
 
 
-def lines(out):
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def after_round(out, t, process, seconds=240):
-    until = time.monotonic() + seconds
-    while len(lines(out)) < t:
-        assert process.poll() is None, (out.parent / "run.err").read_text()
-        assert time.monotonic() < until
-        time.sleep(0.1)
-
-
 def ended(process, out, seconds=600):
     text, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, (out.parent / "run.err").read_text()
@@ -65,6 +52,7 @@ def test_every_method_gives_the_numbers_of_the_plain_loop(tmp_path):
     with federation(tmp_path / "f"):
         for method in ("fedmix", "fedavg", "biased-fedavg"):
             what = ["--algorithm", method, *small, "--json"]
+            accept(tmp_path / "f", *small[:4], "--algorithm", method)
             fedmix("deploy", "run", str(tmp_path / "f"), *what, "--out", str(tmp_path / f"sites-{method}"))
             for engine in ("serial", "local"):
                 out = tmp_path / f"{engine}-{method}"

@@ -18,8 +18,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from fedmix.deploy import local, secrets
+from fedmix.deploy.acceptance import agreed_recipe
 from fedmix.deploy.check import check
-from fedmix.deploy.folder import agreed_recipe, init, read_server, read_site
+from fedmix.deploy.folder import init, read_server, read_site
 from fedmix.deploy.serve import commands
 from fedmix.deploy.superlink import OperatorsHere
 from fedmix.errors import FedmixError, RunError, SettingError

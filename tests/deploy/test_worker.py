@@ -1,22 +1,29 @@
 """A site's worker without its processes: what it reads, what it answers, what it keeps to itself, predictions afterwards."""
 
+import io
 import json
+import re
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
 
+from fedmix.algorithms.settings import PrivacySettings
 from fedmix.deploy import wire
-from fedmix.deploy.folder import agreed_recipe, init
+from fedmix.deploy.acceptance import accept, accepted_recipes, agreed_recipe
+from fedmix.deploy.folder import init
 from fedmix.deploy.predict import predict_site
+from fedmix.deploy.supernode import wrong_with_app
 from fedmix.deploy.worker import Worker, discreet, run_folder
 from fedmix.engines.client import Task
 from fedmix.engines.flower import Order, pack_orders, unpack_outcomes
-from fedmix.errors import ClientError, DataError
-from fedmix.experiment.recipe import dump_recipe
+from fedmix.errors import ClientError, DataError, SettingError
+from fedmix.experiment.recipe import dump_recipe, read_recipe
 from fedmix.experiment.trained import revive
 
 RUN = "0123456789abcdef" * 2
@@ -131,3 +138,88 @@ def test_a_file_beside_the_reader_does_not_shadow_the_sites_own(site, tmp_path, 
     data(other, n=10)
     monkeypatch.chdir(other)
     assert sum(ask(Worker(site))["points"][part][0] for part in ("train", "validation", "test")) == 60
+
+
+def asking(recipe):
+    return wire.table({"recipe": recipe if isinstance(recipe, str) else dump_recipe(recipe)})
+
+
+def test_a_site_takes_part_in_what_its_owner_accepted_and_in_nothing_else(site):
+    worker, agreed = Worker(site), agreed_recipe(site)
+    other = replace(agreed, rounds=21)
+    with pytest.raises(ClientError, match=r"has not accepted this recipe \(another rounds\)") as raised:
+        worker.answer("query", asking(other))
+    (kept,) = (site / "refused").iterdir()
+    assert kept.name in str(raised.value)
+    with pytest.raises(ClientError, match="has not accepted"):
+        worker.answer("train", orders(worker, recipe=dump_recipe(other)))
+    accept(site, read_recipe(str(kept)))
+    assert json.loads(worker.answer("query", asking(other))["table"]["json"])["clients"] == ["a"]
+    assert [recipe.rounds for recipe in accepted_recipes(site).values()] == [20, 21]
+    (outcome,) = unpack_outcomes(worker.answer("train", orders(worker, recipe=dump_recipe(other))))
+    assert outcome.error == ""
+    next((site / "accepted").iterdir()).unlink()  # the owner has changed their mind
+    with pytest.raises(ClientError, match="has not accepted"):
+        worker.answer("train", orders(worker, recipe=dump_recipe(other)))
+
+
+def test_comments_and_order_do_not_matter(site):
+    text = dump_recipe(agreed_recipe(site))
+    first, *rest = text.split("\n\n")
+    assert Worker(site).answer("query", asking("# as agreed\n" + "\n\n".join([first, *reversed(rest)])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        'data.source = "canary:touch"',
+        'model.name = "canary:touch"',
+        'data.source = "os:system"\ndata.args = {command = "touch touched"}',
+        'algorithm = "canary:touch"',
+    ],
+)
+def test_no_name_of_a_foreign_recipe_is_imported(site, monkeypatch, change):
+    """A module that leaves a trace when it is imported, beside the site and on the path."""
+    monkeypatch.chdir(site)
+    monkeypatch.syspath_prepend(str(site))
+    (site / "canary.py").write_text("open('touched', 'w').close()\ntouch = print\n")
+    settings = (site / "site.toml").read_text().replace('source = "npz"', 'source = "recipe"')
+    (site / "site.toml").write_text(re.sub(r"(?m)^args = .*$", "args = { part = 0, of = 1 }", settings))
+    text = f'name = "federation"\n{change}\n'
+    for kind, content in (("query", asking(text)), ("train", pack_orders({"recipe": text}, []))):
+        with pytest.raises(ClientError, match=r"has not accepted|cannot be used here"):
+            Worker(site).answer(kind, content)
+    assert not (site / "touched").exists()
+
+
+def test_repeatable_noise_is_refused_where_data_has_owners(site):
+    noisy = PrivacySettings(clip=1.0, noise=1.0, reproducible=True)
+    recipe = replace(agreed_recipe(site), privacy=noisy)
+    with pytest.raises(SettingError, match="protects nobody"):
+        accept(site, recipe)
+    with pytest.raises(ClientError, match="protects nobody"):
+        Worker(site).answer("query", asking(recipe))
+    with pytest.raises(ClientError, match="reasonable size"):
+        Worker(site).answer("query", asking("# " + "x" * 2**19))
+
+
+def bundle(files):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return made.getvalue()
+
+
+def test_a_site_takes_no_code_from_the_server(site):
+    own = (site.parent.parent / "server" / "app" / "pyproject.toml").read_text()
+    assert wrong_with_app(bundle({"pyproject.toml": own, ".info/CONTENT": ""})) is None
+    for files, why in (
+        ({"pyproject.toml": own, "evil.py": "import os"}, "brings files along"),
+        ({"pyproject.toml": own.replace("fedmix.apps.client:app", "os:system")}, "its entry point is 'os:system'"),
+        ({"pyproject.toml": own.replace("dependencies = []", 'dependencies = ["evil"]')}, "packages installed"),
+        ({"pyproject.toml": "not = [toml"}, "cannot be read"),
+        ({"pyproject.toml": own + "#" * 2**21}, "larger than"),
+    ):
+        assert why in wrong_with_app(bundle(files))
+    assert "cannot be read" in wrong_with_app(b"no archive")

@@ -58,6 +58,34 @@ def check(args: Any) -> int:
     return 0
 
 
+def accept(args: Any) -> int:
+    from fedmix.deploy import acceptance
+    from fedmix.deploy.folder import read_site
+
+    folder = Path(args.folder)
+    read_site(folder)
+    if args.recipe:
+        acceptance.accept(folder, _recipe(args, args.recipe))
+    rows: list[dict[str, Any]] = [
+        {
+            "digest": digest,
+            "name": recipe.name,
+            "algorithm": recipe.algorithm,
+            "rounds": recipe.rounds,
+            "imports": acceptance.names_in_recipe(recipe),
+        }
+        for digest, recipe in acceptance.accepted_recipes(folder).items()
+    ]
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    for row in rows:
+        imported = f"; imports {', '.join(row['imports'])}" if row["imports"] else ""
+        print(f"{row['digest'][:12]}  {row['name']}, {row['algorithm']}, {row['rounds']} rounds{imported}")
+    say(f"{folder} takes part in runs of these recipes, and of no others")
+    return 0
+
+
 def serve(args: Any) -> int:
     from fedmix.deploy import serve as serving
 
@@ -74,7 +102,8 @@ def serve(args: Any) -> int:
 
 
 def run(args: Any) -> int:
-    from fedmix.deploy.folder import agreed_recipe, read_server, server_folder
+    from fedmix.deploy.acceptance import agreed_recipe
+    from fedmix.deploy.folder import read_server, server_folder
     from fedmix.engines.flower import flwr
 
     flwr()

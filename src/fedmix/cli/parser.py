@@ -30,6 +30,7 @@ DEPLOY_EXAMPLES = """examples:
   fedmix deploy init federation --sites a,b,c --address fedmix.example.org:8000
   fedmix deploy check federation/sites/a               at site a: data, labels, shapes, certificate, server
   fedmix deploy serve federation/sites/a               at site a: takes part until Ctrl-C
+  fedmix deploy accept federation/sites/a new.toml     at site a: its owner accepts another recipe
   fedmix deploy run federation                         at the server: train
 """
 
@@ -155,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _deploy_commands(commands: Any) -> None:
-    """fedmix deploy init | check | serve | run | up, and fedmix predict."""
+    """fedmix deploy init | check | accept | serve | run | up, and fedmix predict."""
     deploy = commands.add_parser(
         "deploy",
         help="a federation of machines, on Flower: keys, checks, processes, a run over them",
@@ -182,6 +183,18 @@ def _deploy_commands(commands: Any) -> None:
     check = _command(actions, "check", deploying.check, "say what is wrong with a folder before anything is trained")
     check.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
     check.add_argument("--json", action="store_true", help="print JSON")
+
+    accept = _command(
+        actions,
+        "accept",
+        deploying.accept,
+        "at a site: accept a recipe that the server may train, or list those accepted",
+    )
+    accept.add_argument("folder", metavar="DIR", help="the site's folder")
+    accept.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or a shipped recipe; none: list")
+    accept.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    accept.add_argument("--seed", type=int, metavar="N", help="the seed of the runs that are accepted")
+    _recipe_changes(accept)
 
     serve = _command(actions, "serve", deploying.serve, "start the server or a site, until Ctrl-C")
     serve.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")

@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives import serialization
 
 from fedmix.data.federation import PARTS
 from fedmix.deploy import serve
-from fedmix.deploy.folder import agreed_recipe, own_data, read_server, read_site, split_address
+from fedmix.deploy.acceptance import agreed_recipe
+from fedmix.deploy.folder import own_data, read_server, read_site, split_address
 from fedmix.deploy.secrets import days_left
 from fedmix.errors import FedmixError, RunError
 from fedmix.experiment.recipe import SITES, Recipe

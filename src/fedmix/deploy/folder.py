@@ -14,7 +14,7 @@ from typing import Any
 
 from fedmix.deploy.secrets import make_certificates, make_node_key, write_new
 from fedmix.errors import RunError, SettingError
-from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_from
+from fedmix.experiment.recipe import Recipe, dump_recipe, settings_from
 from fedmix.experiment.sites import PART_OF_RECIPE, Holding, SiteData, holding
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -144,13 +144,6 @@ def init(
     return [str(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def agreed_recipe(folder: Path) -> Recipe:
-    """The recipe that lies in the folder of a server or a site."""
-    if not (folder / "recipe.toml").is_file():
-        raise RunError(f"{folder} must hold the federation's recipe.toml. It does not.")
-    return read_recipe(str(folder / "recipe.toml"))
-
-
 def _write(path: Path, text: str, mode: int = 0o644) -> None:
     write_new(path, text.encode(), mode)
 
@@ -274,7 +267,8 @@ _README = """# A federation of fedmix
    that nobody else reads: it holds that site's private key. Nobody needs the folder of another.
 {sites}
 2. Install fedmix on each of them: `pip install 'fedmix[flower]'`.
-3. Agree on `recipe.toml`; the same file for the server and every site.
+3. Agree on `recipe.toml`; the same file for the server and every site. A site takes part in runs of this recipe, and of others
+   that its owner accepts: `fedmix deploy accept . RECIPE`.
 4. On each site: set in `site.toml` where its data is, then `fedmix deploy check .`, then `./start.sh`.
 5. On the server: `./start.sh`, then in another terminal `fedmix deploy check .` and `fedmix deploy run .`.
 6. After it, on a site: `fedmix predict --site . --input new.npz`.

@@ -1,16 +1,25 @@
-"""Flower's SuperLink, with its doors for operators shut to everyone but this machine.
+"""Flower's SuperLink with two checks that it does not make by itself.
 
-Flower serves three APIs on one port: for sites (signed by their registered keys), for operators, who may start any code on
-every site, and for the processes of its own. Without an account system the last two ask nobody who he is. Here they answer
-to this machine alone.
+Flower serves three APIs on one port: for sites, for operators, who may start runs, and for the processes of its own. The last
+two ask nobody who they are; here they answer to this machine alone (`OperatorsHere`).
+
+A site signs every request with its registered key, and Flower compares the key with the node that the request names. But it
+does not compare that node with the one that a *message* claims to come from, so that one site could answer for another, or
+hand it an order as if it came from the server. Here a site may pull what is addressed to it, and
+answer that as itself (`Bound`).
 """
 
 import ipaddress
+import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 FOR_SITES = ("/v1/fleet/", "/health")
 FORBIDDEN = b"of this machine's operator alone"
+SERVER = 1  # the server's own number among Flower's nodes
+MOST_OPEN = 256  # questions of one site, and uploads of all, that are remembered
 
 
 class OperatorsHere:
@@ -32,6 +41,135 @@ def _is_here(client: Any) -> bool:
     return bool(client) and ipaddress.ip_address(client[0]).is_loopback
 
 
+class Refused(Exception):
+    """A request of a site that is not the site's to make."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a site was handed: the run that it belongs to, and the objects that it consists of."""
+
+    run: int
+    objects: frozenset[str]
+
+
+class Bound:
+    """What each site was handed, and so what it may pull, confirm and answer. Sites are known by the node of their key.
+
+    It is kept in memory: a SuperLink that starts anew has ended its runs, and nobody is asked anything any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._questions: dict[int, OrderedDict[str, _Question]] = {}
+        self._uploads: OrderedDict[str, int] = OrderedDict()  # Flower's session of an answer -> the node that gives it
+
+    def handed(self, node: int, message: str, run: int, objects: frozenset[str]) -> None:
+        with self._lock:
+            own = self._questions.setdefault(node, OrderedDict())
+            own[message] = _Question(run, objects)
+            while len(own) > MOST_OPEN:
+                own.popitem(last=False)
+
+    def check_answer(self, node: int, metadata: Any) -> None:
+        """An answer comes from the node whose key signed it, goes to the server, and is to something that it was asked."""
+        if metadata.src_node_id != node:
+            raise Refused(f"node {node} answers as node {metadata.src_node_id}")
+        if metadata.dst_node_id != SERVER:
+            raise Refused(f"node {node} writes to node {metadata.dst_node_id}; only the server gives orders")
+        question = self._question(node, metadata.reply_to_message_id)
+        if question is None or question.run != metadata.run_id:
+            raise Refused(f"node {node} answers what it was not asked")
+
+    def uploads(self, node: int, session: str) -> None:
+        with self._lock:
+            self._uploads[session] = node
+            while len(self._uploads) > MOST_OPEN * 16:
+                self._uploads.popitem(last=False)
+
+    def check_upload(self, node: int, session: str) -> None:
+        with self._lock:
+            if self._uploads.get(session) != node:
+                raise Refused(f"node {node} uploads a part of somebody else's answer")
+
+    def check_object(self, node: int, run: int, name: str) -> None:
+        with self._lock:
+            own = list(self._questions.get(node, {}).values())
+        if not any(question.run == run and name in question.objects for question in own):
+            raise Refused(f"node {node} pulls what was not sent to it")
+
+    def check_receipt(self, node: int, message: str) -> None:
+        if self._question(node, message) is None:
+            raise Refused(f"node {node} confirms what was not sent to it")
+
+    def _question(self, node: int, message: str) -> _Question | None:
+        with self._lock:
+            return self._questions.get(node, OrderedDict()).get(message)
+
+
+def _objects(tree: Any) -> frozenset[str]:
+    """The names of all objects of a message, which Flower sends one by one."""
+    return frozenset({tree.object_id}).union(*(_objects(child) for child in tree.children))
+
+
+def guarded_handlers(handlers: Any, bound: Bound) -> dict[str, Callable[..., Any]]:
+    """Flower's handlers of what sites ask for, each behind its check."""
+
+    def pull_messages(request: Any, state: Any, store: Any) -> Any:
+        answer = handlers.pull_messages(request=request, state=state, store=store)
+        for message, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+            found = message.metadata
+            bound.handed(request.node.node_id, found.message_id, found.run_id, _objects(tree))
+        return answer
+
+    def push_messages(request: Any, state: Any) -> Any:
+        node = request.node.node_id
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            raise Refused(f"node {node} must give one answer at a time")
+        bound.check_answer(node, request.messages_list[0].metadata)
+        answer = handlers.push_messages(request=request, state=state)
+        bound.uploads(node, answer.session_id)
+        return answer
+
+    def push_object(request: Any, state: Any) -> Any:
+        bound.check_upload(request.node.node_id, request.session_id)
+        return handlers.push_object(request=request, state=state)
+
+    def pull_object(request: Any, state: Any) -> Any:
+        bound.check_object(request.node.node_id, request.run_id, request.object_id)
+        return handlers.pull_object(request=request, state=state)
+
+    def confirm_message_received(request: Any, state: Any, store: Any) -> Any:
+        bound.check_receipt(request.node.node_id, request.message_object_id)
+        return handlers.confirm_message_received(request=request, state=state, store=store)
+
+    checked = (pull_messages, push_messages, push_object, pull_object, confirm_message_received)
+    return {check.__name__: check for check in checked}
+
+
+def bind_sites_to_their_keys() -> None:
+    """Put the checks in front of Flower's handlers, for the routes that are already made: they look them up by name."""
+    from types import SimpleNamespace
+
+    from fastapi import HTTPException
+    from flwr.superlink.servicer.fleet import fleet_handlers
+
+    def forbidding(handle: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(**request: Any) -> Any:
+            try:
+                return handle(**request)
+            except Refused as error:
+                print(f"fedmix: refused: {error}", flush=True)
+                raise HTTPException(status_code=403, detail="not this site's to ask") from error
+
+        return checked
+
+    names = ("pull_messages", "push_messages", "push_object", "pull_object", "confirm_message_received")
+    plain = SimpleNamespace(**{name: getattr(fleet_handlers, name) for name in names})
+    for name, handle in guarded_handlers(plain, Bound()).items():
+        vars(fleet_handlers)[name] = forbidding(handle)
+
+
 def main() -> None:
     from flwr.superlink import main as service
     from flwr.superlink.cli.flower_superlink import flower_superlink
@@ -44,6 +182,7 @@ def main() -> None:
         return app
 
     vars(service)["create_app"] = guarded
+    bind_sites_to_their_keys()
     flower_superlink()
 
 

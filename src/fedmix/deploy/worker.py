@@ -13,19 +13,19 @@ import re
 import socket
 import sys
 import threading
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedmix.deploy import wire
+from fedmix.deploy.acceptance import accepted_or_refused
 from fedmix.deploy.folder import own_data, read_site
 from fedmix.engines.flower import pack_outcomes, unpack_orders
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
 from fedmix.errors import ClientError, DataError, FedmixError
 from fedmix.experiment.files import write_bytes, write_json
-from fedmix.experiment.recipe import Recipe, make_recipe
+from fedmix.experiment.recipe import Recipe, dump_recipe
 from fedmix.experiment.sites import Holding, OwnClients
 from fedmix.experiment.trained import revive
 
@@ -59,9 +59,13 @@ class Worker:
             self.settings = read_site(self.folder)
             self._held = self._site = None
             about = json.loads(content["table"]["json"])
-            return wire.table(self._holding(_recipe(about)).describe(site_key(self.folder)))
+            return wire.table(self._holding(self._recipe(about)).describe(site_key(self.folder)))
         about, orders = unpack_orders(content)
         return pack_outcomes(self._site_of(about).handle(orders))
+
+    def _recipe(self, about: Mapping[str, Any]) -> Recipe:
+        """The accepted recipe that the server means; nothing of another one is used, and no name of it is imported."""
+        return accepted_or_refused(self.folder, about["recipe"])
 
     def _holding(self, recipe: Recipe) -> Holding:
         key = repr((recipe.data, recipe.seed))
@@ -74,14 +78,15 @@ class Worker:
         return self._held[1]
 
     def _site_of(self, about: Mapping[str, Any]) -> Site:
+        recipe = self._recipe(about)  # asked every time: an owner may change their mind while a run goes on
         key = json.dumps(about, sort_keys=True)
         if self._site is None or self._site[0] != key:
             self._site = None
-            self._site = (key, self._make_site(about))
+            self._site = (key, self._make_site(recipe, about))
         return self._site[1]
 
-    def _make_site(self, about: Mapping[str, Any]) -> Site:
-        recipe, federation = _recipe(about), about["federation"]
+    def _make_site(self, recipe: Recipe, about: Mapping[str, Any]) -> Site:
+        federation = about["federation"]
         held = self._holding(recipe)
         if held.digest(site_key(self.folder)) != about["digest"]:
             raise ClientError(
@@ -90,7 +95,7 @@ class Worker:
         _, algorithm = revive(recipe, federation)
         own = run_folder(self.folder, about["run"])
         own.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_bytes(own / "recipe.toml", about["recipe"].encode())
+        write_bytes(own / "recipe.toml", dump_recipe(recipe).encode())
         write_json(own / "federation.json", federation)
         clients = OwnClients(held, federation["clients"])
         share = recipe.evaluation.share_private and self.settings.share_private
@@ -104,10 +109,6 @@ def discreet(error: Exception) -> str:
     if isinstance(error, ClientError):
         return str(error)
     return f"it failed ({type(error).__name__}); its log says why"
-
-
-def _recipe(about: Mapping[str, Any]) -> Recipe:
-    return make_recipe(tomllib.loads(about["recipe"]))
 
 
 def serve(folder: Path, path: str) -> None:
