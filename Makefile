@@ -37,7 +37,6 @@ guard: $(READY)    ## fails if a round has become slow beside a plain loop; unde
 	$(BIN)/python benchmarks/guard.py
 
 docs: $(READY)     ## the documentation as a site: site/index.html
-	$(BIN)/pip install --quiet --no-cache-dir --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo site/index.html
 

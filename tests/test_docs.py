@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,12 +54,40 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{page.name}: {target}"
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation's site, built without a warning."""
     pytest.importorskip("mkdocs", reason="pip install 'fedmix[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "eq:" in (tmp_path / "site" / "api.html").read_text()
-    assert "fedmix.eta" in (tmp_path / "site" / "settings.html").read_text()
+    return folder
+
+
+def test_the_site_has_the_reference_and_every_setting(site):
+    assert "eq:" in (site / "api.html").read_text()
+    assert "fedmix.eta" in (site / "settings.html").read_text()
+
+
+def test_the_site_makes_no_request_to_anybody(site):
+    """Every page in a browser, from disk: whatever it asks for is a file of the site."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("Chromium is not installed (apt-get install chromium)")
+    asked = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        for file in sorted(site.rglob("*.html")):
+            page.goto(file.as_uri(), wait_until="load")
+        page.goto((site / "index.html").as_uri())
+        page.fill("input[name=query]", "permutation")  # search works from disk, with the site's own shim
+        page.wait_for_selector(".md-search-result__item", timeout=20_000, state="attached")
+        browser.close()
+    assert len(asked) > 30
+    foreign = [url for url in asked if not url.startswith(("file://", "data:", "blob:", "about:"))]
+    assert not foreign, sorted(set(foreign))

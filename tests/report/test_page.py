@@ -1,6 +1,7 @@
 """The page in a real browser: Debian's Chromium without a window, driven by Playwright. Skipped where there is none."""
 
 import json
+import re
 import shutil
 import time
 
@@ -104,6 +105,29 @@ def test_a_comparison_loads_without_an_error_or_a_request(browser, page_file):
             if chart.is_visible():
                 assert len(chart.get_attribute("aria-label")) > 20  # what is to be seen, in words
                 assert page.locator(f"#{chart.get_attribute('id')}-title").inner_text()
+
+
+BUTTONS = (
+    "[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title || b.getAttribute('aria-label') || '')"
+)
+
+
+def offers_no_upload(page):
+    """What the buttons of all charts say, and where Plotly would send a chart to."""
+    titles = page.evaluate(BUTTONS)
+    assert any("Download" in title for title in titles)  # there are buttons at all
+    assert not [title for title in titles if re.search("share|cloud|upload|edit|studio", title, re.IGNORECASE)]
+    settings = "c => [c._context.showSendToCloud, c._context.plotlyServerURL]"
+    found = page.evaluate(f"[...document.querySelectorAll('.js-plotly-plot')].map({settings})")
+    assert all(setting == [False, ""] for setting in found)
+
+
+def test_no_chart_offers_to_upload_itself(browser, page_file, tmp_path):
+    with Opened(browser, page_file.as_uri()) as opened:
+        offers_no_upload(opened.page)
+    made_up(tmp_path / "runs" / "one")
+    with watched(str(tmp_path / "runs")) as (url, _), Opened(browser, url) as opened:
+        offers_no_upload(opened.page)
 
 
 def test_controls_change_what_is_shown(browser, page_file):

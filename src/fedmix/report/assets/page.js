@@ -54,7 +54,9 @@ function draw(id, traces, shape, text) {
   if (!there) return false;
   if (narrow() && traces.filter(t => t.showlegend !== false).length > 6) shape = { ...shape, showlegend: false };  // a tap on a line names it
   $(id + "-title").textContent = shape.meta.title;
-  Plotly.react($(id), traces, shape, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+  // Plotly would offer to upload the chart to its cloud: the page holds numbers of clients, and sends nothing to anybody.
+  const buttons = { showSendToCloud: false, plotlyServerURL: "", modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"] };
+  Plotly.react($(id), traces, shape, { responsive: true, displaylogo: false, ...buttons });
   $(id).setAttribute("aria-label", text);
   $(id + "-text").textContent = text;
   return true;
