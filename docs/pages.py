@@ -27,7 +27,12 @@ SECTIONS = {  # of a recipe, in its order; the classes that hold them
     "evaluation": "EvaluationSettings",
     "checkpoint": "CheckpointSettings",
 }
-SOURCES = ("src/fedmix/experiment/recipe.py", "src/fedmix/algorithms/settings.py")
+SOURCES = (
+    "src/fedmix/experiment/recipe.py",
+    "src/fedmix/core/settings.py",
+    "src/fedmix/methods/fedmix_settings.py",
+    "src/fedmix/methods/local_global.py",
+)
 SHIM = (
     "https://unpkg.com/iframe-worker/shim"  # what the theme asks a content network for, so that search works from disk
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from published import write_everything
 
+from fedmix.catalogue import CATALOGUE
 from fedmix.cli import main
 from fedmix.data.federation import Federation
 from fedmix.engines.serial import SerialEngine
@@ -27,7 +28,7 @@ LONGEST = (
     "test_after_training.py",
     "test_package.py",
 )
-METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")
+METHODS = tuple(CATALOGUE)
 
 
 def pytest_collection_modifyitems(items):
@@ -113,4 +114,4 @@ def train_serially(experiment, state=None, store=None, last=None):
     steps = list(
         rounds(algorithm, engine, state, recipe.seed, len(experiment.federation), per_round, last or recipe.rounds)
     )
-    return steps, {s: store.get(s, {}) for s in store.clients()}
+    return steps, {s: store.get(s) for s in store.clients()}

@@ -73,7 +73,8 @@ def test_train_prints_json_and_nothing_else(tmp_path):
     assert len(summary["q_zs"][0]) == 2
     assert re.search(r"round 2/2  loss \d+\.\d+  local .*% server .*%  sent", done.stderr)
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [
-        "checkpoints", "environment.json", "federation.json", "lock", "metrics.jsonl", "recipe.toml", "summary.json",
+        "checkpoints", "environment.json", "federation.json", "lock", "metrics.jsonl", "recipe.toml",
+        "run.json", "summary.json",
     ]  # fmt: skip
 
 

@@ -41,12 +41,21 @@ def test_closed_form_equals_the_papers_product(batch, beta):
     assert present.tolist() == [True, True, False, True]
 
 
+def test_points_that_are_not_there_do_not_count(batch):
+    log_joint, c = batch
+    there = torch.arange(len(c)) % 3 > 0
+    filled, present = posterior.solve_phi(log_joint, c, 4, 0.8, there)
+    alone, wanted = posterior.solve_phi(log_joint[there], c[there], 4, 0.8)
+    assert torch.allclose(filled, alone, atol=1e-14)
+    assert torch.equal(present, wanted)
+
+
 @pytest.mark.parametrize("beta", [0.3, 0.8, 2.5])
 def test_closed_form_satisfies_the_optimality_conditions(batch, beta):
     """On the simplex's interior the bound's gradient must be constant over k: its tangent part vanishes."""
     log_joint, c = batch
     phi = posterior.solve_phi(log_joint, c, 4, beta)[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(lower_bound(log_joint, phi, c, beta), phi)
+    (gradient,) = torch.autograd.grad(lower_bound(log_joint, phi[c], beta).sum(), phi)
     tangent = gradient - gradient.mean(dim=1, keepdim=True)
     counts = torch.bincount(c, minlength=4).clamp(min=1).unsqueeze(1)
     assert (tangent / counts).abs().max() < 1e-10
@@ -55,13 +64,13 @@ def test_closed_form_satisfies_the_optimality_conditions(batch, beta):
 def test_no_point_of_the_simplex_beats_the_closed_form(batch):
     log_joint, c = batch
     best, _ = posterior.solve_phi(log_joint, c, 4, 0.8)
-    reached = lower_bound(log_joint, best, c, 0.8)
+    reached = lower_bound(log_joint, best[c], 0.8).sum()
     g = torch.Generator().manual_seed(0)
     for scale in (0.01, 0.3, 3.0):
         for _ in range(200):
             noise = torch.randn(best.shape, generator=g, dtype=torch.float64)
             other = torch.softmax(best.log() + scale * noise, dim=1)
-            assert lower_bound(log_joint, other, c, 0.8) <= reached + 1e-12
+            assert lower_bound(log_joint, other[c], 0.8).sum() <= reached + 1e-12
 
 
 def test_limits_of_beta(batch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedmix.algorithms.settings import ClientSettings
 from fedmix.core.model import Model
+from fedmix.core.settings import ClientSettings
 from fedmix.errors import SettingError
 from fedmix.models.lenet5 import LeNet5
 from fedmix.models.mlp import mlp
@@ -44,8 +44,8 @@ def test_predictions_are_in_float32_whatever_training_is_in(images):
 
 def test_no_groups_in_bfloat16():
     x = torch.zeros(2, 6)
-    assert Model(lambda: mlp(6, 3, hidden=[4]), "out", x, 3).stackable
-    assert not Model(lambda: mlp(6, 3, hidden=[4]), "out", x, 3, "bfloat16").stackable
+    assert Model(lambda: mlp(6, 3, hidden=[4]), "out", x, 3).ungroupable is None
+    assert "bfloat16" in Model(lambda: mlp(6, 3, hidden=[4]), "out", x, 3, "bfloat16").ungroupable
 
 
 def test_only_precisions_that_there_are():

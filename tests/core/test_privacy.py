@@ -87,13 +87,17 @@ def test_troubles_are_said():
     idle = torch.tensor([[0.6, 0.39, 0.005, 0.005]]).expand(6, 4)
     assert health.of_clients(idle, 0.0, 3, 100) == ["idle: experts 2, 3 are used by almost nobody"]
     early, late = (health.of_clients(idle, 0.5, t, 100) for t in (3, 90))
-    assert early[1].startswith("premature pruning: experts 2, 3 are dropped by every client by round 3 of 100")
+    assert early[1].startswith("premature pruning: experts 2, 3 are sent to no client any more after round 3 of 100")
     assert late[1].startswith("pruned away: ")
     one_keeps_it = idle.clone()
     one_keeps_it[0] = torch.tensor([0.06, 0.06, 0.82, 0.06])
     assert health.of_clients(one_keeps_it, 0.5, 3, 100) == [
-        "premature pruning: expert 3 is dropped by every client by round 3 of 100; nobody trains it any more"
+        "premature pruning: expert 3 is sent to no client any more after round 3 of 100; nobody trains it"
     ]
-    between = torch.tensor([[0.4, 0.36, 0.12, 0.12]]).expand(6, 4)  # sent again (0.9 eta/K), and never returned (eta/K)
-    assert "experts 2, 3 are dropped by every client" in health.of_clients(between, 0.5, 90, 100)[0]
+    between = torch.tensor([[0.4, 0.36, 0.12, 0.12]]).expand(
+        6, 4
+    )  # below the client's eta/K, above the server's 0.9 eta/K
+    assert health.of_clients(between, 0.5, 90, 100) == []  # they are sent again, and trained
+    below = torch.tensor([[0.4, 0.39, 0.105, 0.105]]).expand(6, 4)
+    assert "experts 2, 3 are sent to no client" in health.of_clients(below, 0.5, 90, 100)[0]
     assert health.of_use(torch.ones(1)) == []

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fedmix.algorithms.settings import ClientSettings
+from fedmix.core.settings import ClientSettings
 from fedmix.core.training import Passes
 from fedmix.errors import SettingError
 from fedmix.rng import stream

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedmix.algorithms.settings import PrivacySettings
+from fedmix.core.settings import PrivacySettings
 from fedmix.deploy import wire
 from fedmix.deploy.acceptance import accept, accepted_recipes, agreed_recipe
 from fedmix.deploy.folder import init

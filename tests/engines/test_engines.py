@@ -30,7 +30,7 @@ def train_locally(experiment, workers):
                 algorithm, engine, algorithm.init(recipe.seed), recipe.seed, 4, recipe.clients_per_round, recipe.rounds
             )
         )
-    return steps, {s: store.get(s, {}) for s in store.clients()}
+    return steps, {s: store.get(s) for s in store.clients()}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,16 +165,16 @@ class Folded:
 
 def test_stores_hold_what_they_were_given(tmp_path):
     for store in (MemoryStore(), DiskStore(tmp_path / "clients")):
-        assert store.get(3, {}) == {}
+        assert store.get(3) is None
         store.put(3, {"a": torch.arange(4.0)})
         store.put(9, {"a": torch.zeros(2, 2)})
         assert store.clients() == [3, 9]
-        assert torch.equal(store.get(3, {})["a"], torch.arange(4.0))
+        assert torch.equal(store.get(3)["a"], torch.arange(4.0))
         assert store.take_changed() == [3, 9]
         store.put(9, {"a": torch.ones(2, 2)})
         assert store.take_changed() == [9]
-        assert torch.equal(store.get(9, {})["a"], torch.ones(2, 2))
-    assert DiskStore(tmp_path / "clients").get(3, {}) == {}  # what an earlier process left is not this run's
+        assert torch.equal(store.get(9)["a"], torch.ones(2, 2))
+    assert DiskStore(tmp_path / "clients").get(3) is None  # what an earlier process left is not this run's
 
 
 def test_the_arena_carries_tensors_of_every_kind_and_copies_shared_ones_once():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
 
-from fedmix.algorithms.common import OwnLabels
+from fedmix.core.method import LABELS
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines import flower
@@ -133,9 +133,9 @@ def test_what_a_site_keeps_for_predictions_knows_its_labels_from_the_first_round
     (outcome,) = site.handle([order])
     message, kept, _ = site.store.kept(2)
     y = federation.examples(2, "train").y
-    assert kept[OwnLabels.NAME].exp().tolist() == pytest.approx([1.0 + 3 * int((y == v).sum()) for v in range(3)])
+    assert kept[LABELS].exp().tolist() == pytest.approx([1.0 + 3 * int((y == v).sum()) for v in range(3)])
     assert torch.equal(message.tensors["out.bias"], order.task.message.tensors["out.bias"])
-    assert OwnLabels.NAME not in outcome.message.tensors
+    assert LABELS not in outcome.message.tensors
 
     def broken(client, part):
         raise OSError("the disk is full of secrets")
@@ -279,9 +279,9 @@ def test_a_killed_site_leaves_no_half_state(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         store.put(0, 2, {"a": torch.zeros(3)}, before=1)
     monkeypatch.undo()
-    assert torch.equal(store.get(0, 1, {})["a"], torch.ones(3))
+    assert torch.equal(store.get(0, 1)["a"], torch.ones(3))
     with pytest.raises(ClientError, match="no private state of round 2"):
-        store.get(0, 2, {})
+        store.get(0, 2)
     store.put(0, 2, {"a": torch.zeros(3)}, before=1)
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["000001.safetensors", "000002.safetensors"]
-    assert torch.equal(store.get(0, 2, {})["a"], torch.zeros(3))
+    assert torch.equal(store.get(0, 2)["a"], torch.zeros(3))

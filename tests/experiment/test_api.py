@@ -147,16 +147,38 @@ def test_what_cannot_be_loaded_says_why(tmp_path, trained):
         run.client(4)
 
 
+def with_object(out, net, words, **more):
+    given = {"federation": small_federation(), "model": net, "output": "head", "out": out, "engine": "serial"}
+    with pytest.warns(UserWarning, match=words):
+        return fedmix.train(**given, **SETTINGS | {"rounds": 1} | more)
+
+
 def test_an_object_as_a_model_starts_experts_differently(tmp_path):
-    run = fedmix.train(
-        federation=small_federation(),
-        model=Net(),
-        output="head",
-        out=tmp_path / "r",
-        engine="serial",
-        **SETTINGS | {"rounds": 1},
-    )
+    run = with_object(tmp_path / "r", Net(), "drawn anew")
     assert not torch.equal(run.experts[0]["body.weight"], run.experts[1]["body.weight"])
+    assert run.recipe.model.start == "random"
+
+
+def test_the_weights_of_an_object_are_a_start_where_that_is_said(tmp_path):
+    """Experts part by a tenth of each tensor's spread; without experts the start is the object's own weights."""
+    net = Net()
+    lazy = {"training": {"client_lr": 1e-9}, "server": {"optimizer": "average"}}
+    run = with_object(tmp_path / "mix", net, "told apart by a little noise", **lazy, model_start="given")
+    for expert in run.experts:
+        apart = (expert["body.weight"] - net.body.weight.detach()).std() / net.body.weight.std()
+        assert 0.05 < float(apart) < 0.2
+    plain = fedmix.train(
+        federation=small_federation(),
+        model=net,
+        output="head",
+        out=tmp_path / "avg",
+        engine="serial",
+        algorithm="fedavg",
+        model_start="given",
+        **SETTINGS | {"rounds": 1} | lazy,
+    )
+    assert torch.allclose(plain.experts[0]["body.weight"], net.body.weight.detach(), atol=1e-6)
+    assert plain.recipe.model.start == "given"
 
 
 class Odd(nn.Module):

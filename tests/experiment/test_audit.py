@@ -19,7 +19,7 @@ from fedmix.core.tree import subtree
 from fedmix.engines.client import Task, perform
 from fedmix.errors import SettingError
 from fedmix.experiment import leakage
-from fedmix.experiment.accounting import guarantee, noisy_parts
+from fedmix.experiment.accounting import guarantee
 from fedmix.experiment.audit import audit_run
 from fedmix.experiment.build import build
 from fedmix.experiment.checkpoint import Checkpoints
@@ -179,7 +179,7 @@ def test_distances_and_ranks():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_is_audited_from_its_start_and_its_end(method, tmp_path):
     federation, _ = trained(tmp_path / "r", method, skewed())
-    before = {s: restore(tmp_path / "r", federation).store.get(s, {}) for s in range(4)}
+    before = {s: restore(tmp_path / "r", federation).store.get(s) for s in range(4)}
     result = audit_run(restore(tmp_path / "r", federation), SERIAL)
     sends_bias = method in ("fedmix", "fedavg", "local-global")
     assert ("bias_single_step" in result["attacks"]["start"]) == sends_bias
@@ -193,7 +193,7 @@ def test_a_run_is_audited_from_its_start_and_its_end(method, tmp_path):
             assert whole["exact"] == whole["clients"] == 4  # three labels, three experts, whole numbers
             assert result["absent"][when]["wrong"] == 0
     again = restore(tmp_path / "r", federation)
-    assert all(torch.equal(again.store.get(s, {})[n], v) for s in range(4) for n, v in before[s].items())
+    assert all(torch.equal(again.store.get(s)[n], v) for s in range(4) for n, v in before[s].items())
 
 
 def test_what_leaks_is_the_side_information_where_that_is_not_the_label(tmp_path):
@@ -229,15 +229,16 @@ def test_sums_say_the_same_of_every_member_and_noise_hides_the_rest(tmp_path):
 def test_the_guarantee_is_that_of_the_gaussian_mechanism():
     """Balle and Wang (2018): delta(eps) = Phi(1/2s - eps s) - e^eps Phi(-1/2s - eps s), s the noise of all rounds together."""
     recipe = make_recipe({}, "fedmix", {"privacy.clip": 1.0, "privacy.noise": 8.0})
-    got = guarantee(recipe, [[0, 1], [1, 2], [1], [0]])
+    parts = small_experiment("fedmix").algorithm.noisy_parts
+    got = guarantee(recipe, parts, [[0, 1], [1, 2], [1], [0]])
     assert got["rounds_of_a_client"] == 3
-    assert noisy_parts(recipe) == 3
+    assert parts == 3
     s, eps = 8.0 / math.sqrt(3 * 3), got["epsilon"]
     delta = norm.cdf(1 / (2 * s) - eps * s) - math.exp(eps) * norm.cdf(-1 / (2 * s) - eps * s)
     assert delta == pytest.approx(1e-5, rel=1e-3)
     plain = make_recipe({}, "fedavg", {"privacy.clip": 1.0, "privacy.noise": 8.0})
-    assert guarantee(plain, [[0]] * 9)["epsilon"] == pytest.approx(eps)  # nine rounds of one noisy thing: as much
-    assert guarantee(make_recipe({}), [[0]])["epsilon"] is None
+    assert guarantee(plain, 1, [[0]] * 9)["epsilon"] == pytest.approx(eps)  # nine rounds of one noisy thing: as much
+    assert guarantee(make_recipe({}), 3, [[0]])["epsilon"] is None
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,8 @@ def test_a_guarantee_rests_on_releases_that_are_whole(tmp_path):
         found = audit_run(restore(tmp_path / "r", federation), SERIAL)["protection"]
         assert (found["epsilon"] is None) == (why is not None), why
         assert why is None or why in found["why_none"]
-    assert noisy_parts(make_recipe({}, "independent")) == 0
+    parts = {name: small_experiment(name).algorithm.noisy_parts for name in METHODS}
+    assert parts == {"fedmix": 3, "fedavg": 1, "biased-fedavg": 1, "local-global": 1, "independent": 0}
 
 
 def test_a_round_that_is_trained_again_counts_twice(tmp_path, monkeypatch):
@@ -356,7 +358,7 @@ def test_a_round_that_is_trained_again_counts_twice(tmp_path, monkeypatch):
     directory.close()
     assert len(read_metrics(tmp_path / "r")) == 3
     assert summary["privacy"]["rounds_of_a_client"] == 4
-    assert summary["privacy"]["epsilon"] == pytest.approx(guarantee(recipe, [[0]] * 4)["epsilon"])
+    assert summary["privacy"]["epsilon"] == pytest.approx(guarantee(recipe, 3, [[0]] * 4)["epsilon"])
 
 
 def test_refused_answers_were_seen_and_count(tmp_path):

@@ -97,7 +97,7 @@ def test_bytes_are_those_of_what_is_handed_over(tmp_path):
     federation, _ = trained(tmp_path / "r")
     found = restore(tmp_path / "r", federation)
     rows = evaluate_run(found, SERIAL)["new_clients"]["unlabelled"]
-    gates = sum(v.numel() * 4 for s in found.store.clients() for v in found.store.get(s, {}).values())
+    gates = sum(v.numel() * 4 for s in found.store.clients() for v in found.store.get(s).values())
     assert rows["averaged"]["bytes_from_clients"] == gates
     assert rows["uniform"]["bytes_from_clients"] == rows["pooled"]["bytes_from_clients"] == 0
     densities = 4 * sum(4 * w.numel() for w in VAE(2).parameters())
@@ -262,7 +262,7 @@ def test_p_of_s_given_x_is_bayes_over_the_clients_densities(tmp_path, monkeypatc
     points = torch.from_numpy(np.concatenate(federation.parts["test"]))
     message = algorithm.broadcast(found.state, None)
     with torch.no_grad():
-        log_p = algorithm.predict(message, found.store.get(2, {}), federation.inputs(points))
+        log_p = algorithm.predict(message, found.store.get(2), federation.inputs(points))
     assert row["union"] == pytest.approx(score(log_p, federation.y[points]), abs=1e-5)
 
 
@@ -295,7 +295,9 @@ def test_a_new_client_of_a_federation_told_apart_by_client_starts_from_the_mean(
     algorithm, K = experiment.algorithm, 3
     state = algorithm.init(0)
     q = torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.6, 0.2]])
-    state = replace(state, q_zs=torch.cat([q, torch.full((2, K), 1 / K)]))  # two of four clients have taken part
+    state = replace(
+        state, extras=state.extras | {"q_zs": torch.cat([q, torch.full((2, K), 1 / K)])}
+    )  # two of four took part
     phi = algorithm.newcomer(state, False).tensors["phi"]
     assert torch.allclose(phi, q.mean(dim=0).expand(4, K))
-    assert torch.equal(algorithm.newcomer(state, True).tensors["phi"], state.phi)
+    assert torch.equal(algorithm.newcomer(state, True).tensors["phi"], state.extras["phi"])

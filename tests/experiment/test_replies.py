@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
 
-from fedmix.algorithms.settings import ServerSettings
 from fedmix.core import guard
+from fedmix.core.settings import ServerSettings
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines.client import Absent

@@ -327,7 +327,7 @@ def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path):
         checkpoints.save(replace(state, round=t), store, {})
     files = sorted(path.name for path in (tmp_path / "clients").iterdir())
     assert files == ["0-000001.safetensors", "1-000003.safetensors", "1-000004.safetensors", "2-000001.safetensors"]
-    loaded = Checkpoints(tmp_path, keep=2).load_last(state)
+    loaded = Checkpoints(tmp_path, keep=2).load_last(experiment.algorithm.state_from)
     assert [float(loaded.clients[s]["a"][0]) for s in range(3)] == [1, 4, 1]
     assert loaded.state.round == 4
     assert flatten(loaded.state).keys() == flatten(state).keys()

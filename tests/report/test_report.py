@@ -9,14 +9,13 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import pytest
 from conftest import fedmix
 from made_runs import made_up, three_runs
 
 from fedmix.errors import RunError
-from fedmix.experiment.recipe import Recipe
+from fedmix.experiment.recipe import make_recipe, settings_table
 from fedmix.report.figures import draw_figures, table_csv, table_latex
 from fedmix.report.gather import ON, differing, flat, gather, glance, groups, table
 from fedmix.report.numbers import page_data
@@ -90,8 +89,8 @@ def test_what_is_on_or_off_is_named_where_it_is_not_the_default(tmp_path):
     made_up(tmp_path / "a", more="[fedmix]\ngate_through_features = true\n")
     made_up(tmp_path / "b", more="[fedmix]\ngate_through_features = false\n")
     assert {group.name for group in groups(gather([str(tmp_path)]))} == {"FedMix", "FedMix, no gate through features"}
-    switches = {key: value for key, value in flat(asdict(Recipe())).items() if isinstance(value, bool)}
-    assert [key for key, value in switches.items() if value] == list(ON)
+    switches = {key: value for key, value in flat(settings_table(make_recipe({}))).items() if isinstance(value, bool)}
+    assert [key.split(".")[-1] for key, value in switches.items() if value] == list(ON)
 
 
 def test_methods_that_are_trained_differently_say_so(tmp_path):

@@ -45,8 +45,10 @@ def _site(about: dict[str, Any]) -> Any:
     from fedmix.engines.site import Site
     from fedmix.engines.store import SiteStore
     from fedmix.experiment.build import build
-    from fedmix.experiment.recipe import make_recipe
+    from fedmix.experiment.recipe import importable_from, make_recipe
 
+    for folder in about["beside"]:
+        importable_from(Path(folder))
     key = f"{about['folder']} {about['recipe']}"
     if key not in _known:
         recipe = make_recipe(tomllib.loads(about["recipe"]))

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedmix.catalogue import CATALOGUE
 from fedmix.cli.output import complain, names_in, picture_of, say, show, show_summary, told_unless
 from fedmix.errors import ClientError, SettingError
 
-METHOD_HELP = "fedmix, fedavg, biased-fedavg, local-global or independent"
+METHOD_HELP = f"{', '.join(CATALOGUE)}, or module:name of your own"
 
 
 def changes(args: Any, **more: Any) -> dict[str, Any]:

@@ -33,12 +33,6 @@ def log_gate(theta: Mapping[str, Tensor], features: Tensor, held: list[int], ove
     return torch.log_softmax(logits if over is None else logits[:, over], dim=1)
 
 
-def log_gates(theta: Mapping[str, Tensor], features: Tensor) -> Tensor:
-    """log p(z|x,s) of G clients at once, each with all K experts: theta [G, ...], features [G, K, B, H] -> [G, B, K]."""
-    h = torch.einsum("gk,gkbh->gbh", torch.softmax(theta["pi"], dim=1), features)
-    return torch.log_softmax(torch.baddbmm(theta["b"].unsqueeze(1), h, theta["A"]), dim=2)
-
-
 def mean_log_gate(
     thetas: Sequence[Mapping[str, Tensor]], log_p_s: Tensor, features: Tensor, held: list[int], chunk: int = 64
 ) -> Tensor:

@@ -17,12 +17,13 @@ def of_clients(q_zs: Tensor, eta: float, t: int, rounds: int) -> list[str]:
     troubles = of_use(q_zs[seen].mean(dim=0)) if bool(seen.any()) else []
     if not eta:
         return troubles
-    dropped = sorted(set(range(experts)).difference(*(prune.kept(q, eta) for q in q_zs)))
+    # the server's own threshold: an expert that it still sends to somebody is trained by them
+    dropped = sorted(set(range(experts)).difference(*(prune.kept(q, eta, slack=prune.SERVER_SLACK) for q in q_zs)))
     if dropped:
         when = "premature pruning" if t <= PREMATURE * rounds else "pruned away"
-        which = f"{_named(dropped)} dropped by every client by round {t} of {rounds}"
+        which = f"{_named(dropped)} sent to no client any more after round {t} of {rounds}"
         them = "it" if len(dropped) == 1 else "them"
-        troubles.append(f"{when}: {which}; nobody trains {them} any more")
+        troubles.append(f"{when}: {which}; nobody trains {them}")
     return troubles
 
 

@@ -1,58 +1,56 @@
 """A client's whole predictor as one ordinary `nn.Module`: experts, gate and all. It can be saved, scripted on, exported."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
-from fedmix.core import gate, objective
-from fedmix.core.model import Model
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.method import LABELS
+from fedmix.core.types import Message, Private
 
 
-class Mixture(nn.Module):
-    """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s): x [B, ...] -> [B, classes]. One expert needs no gate.
+class ClientModule(nn.Module):
+    """log p(y|x,s) of one client, by whatever method: x [B, ...] -> [B, classes].
 
-    labels: what the client adds to every expert's logits [classes] (training.label_counts).
+    The models that the method's prediction needs are ordinary modules, what it keeps beside them are buffers.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        experts: Sequence[Mapping[str, Tensor]],
-        theta: Mapping[str, Tensor] | None,
-        labels: Tensor | None = None,
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, message: Message, private: Private) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(model.module_with(w) for w in experts)
-        self._output = model.output
-        self._held = list(range(len(experts)))
-        for name, value in (theta or {}).items():
-            self.register_buffer(f"gate_{name}", value.detach().clone())
-        self.register_buffer("labels", torch.zeros(model.classes) if labels is None else labels.detach().clone())
+        model, method = algorithm.setup.model, algorithm.method
+        parts = algorithm.client.parts(message, private)
+        self.experts = nn.ModuleList(model.module_with(w) for w in method.models(parts))
+        self._method = method
+        self._held = parts.held
+        self._beside = {}
+        for i, (name, value) in enumerate(algorithm.client.beside(private).items()):
+            self._beside[name] = f"own_{i}"
+            self.register_buffer(f"own_{i}", value.detach().clone())
+        labels = private.get(LABELS, torch.zeros(model.classes))
+        self.register_buffer("labels", labels.detach().clone())
         self._caught: list[Tensor] = []
         for expert in self.experts:
-            expert.get_submodule(self._output).register_forward_pre_hook(self._catch)
+            expert.get_submodule(model.output).register_forward_pre_hook(self._catch)
 
     def _catch(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._caught.append(args[0].flatten(1))
 
-    def _experts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self._caught.clear()
         logits = torch.stack([expert(x) for expert in self.experts])
         features = torch.stack(self._caught)
         self._caught.clear()
-        return logits, features
+        return logits + self.get_buffer("labels"), features
 
-    def _log_gate(self, features: Tensor) -> Tensor:
-        if len(self._held) == 1:
-            return features.new_zeros(features.shape[1], 1)
-        theta = {name: self.get_buffer(f"gate_{name}") for name in ("pi", "A", "b")}
-        return gate.log_gate(theta, features, self._held)
+    def _own(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(buffer) for name, buffer in self._beside.items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        logits, features = self._experts(x)
-        return objective.log_mixture(logits + self.get_buffer("labels"), self._log_gate(features))
+        logits, features = self._outputs(x)
+        return self._method.combine(logits, features, self._own(), self._held)
 
     def expert_weights(self, x: Tensor) -> Tensor:
-        """p(z|x,s): how much each expert counts for each input. [B, ...] -> [B, K]"""
-        return self._log_gate(self._experts(x)[1]).exp()
+        """p(z|x,s): how much each expert that the client holds counts for each input. [B, ...] -> [B, K']"""
+        _, features = self._outputs(x)
+        if self._method.gates is None:
+            return features.new_ones(features.shape[1], 1)
+        return self._method.gates(features, self._own(), self._held)

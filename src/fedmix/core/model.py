@@ -4,11 +4,15 @@ The features h_k(x) of the gate are the input of the output layer, which the use
 the module needs no change.
 """
 
+import ast
 import copy
+import hashlib
+import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,52 +113,71 @@ class Model:
         return torch.cat([logits for logits, _ in parts])[order], torch.cat([h for _, h in parts])[order]
 
     @cached_property
-    def stackable(self) -> bool:
-        """Whether several sets of parameters can be applied at once, and that pays: a small model without convolutions
-        and without randomness. Not in bfloat16, whose rounding would tell a client in a group from one alone."""
-        if self.parameters > STACK_PARAMETERS or any(isinstance(m, _ConvNd) for m in self._layers.values()):
-            return False
+    def ungroupable(self) -> str | None:
+        """Why several sets of parameters are not applied at once: it would not pay, or would not give the same numbers."""
+        if self.parameters > STACK_PARAMETERS:
+            return f"a model of {self.parameters:,} parameters fills the cores by itself"
+        if any(isinstance(m, _ConvNd) for m in self._layers.values()):
+            return "convolutions with stacked weights are slower than one after the other"
         if self._bfloat16:
-            return False
+            return "in bfloat16 rounding would tell a client in a group from one alone"
         alone = self._params(self.module)
         stacked = {name: torch.stack([value, value + 0.1]) for name, value in alone.items()}
-        x = self._example.unsqueeze(0).expand(2, *self._example.shape)
         try:
             with torch.no_grad():
-                together, _ = self.apply_stacked(stacked, x)
+                together, _ = self.apply_stacked({}, stacked, self._example)
                 apart, _ = self.apply({name: value[1] for name, value in stacked.items()}, self._example, training=True)
-        except (RuntimeError, ValueError, ModelError):
-            return False
-        return torch.allclose(together[1], apart, rtol=1e-4, atol=1e-5)
+        except (RuntimeError, ValueError, ModelError) as error:
+            return f"the model cannot be vectorised, as with dropout ({str(error).splitlines()[0][:120]})"
+        if not torch.allclose(together[1], apart, rtol=1e-4, atol=1e-5):
+            return "vectorised, the model gives other numbers"
+        return None
 
-    def apply_stacked(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Training mode, M models at once: parameters [M, ...], x [M, B, ...] -> logits [M, B, classes], features [M, B, H]."""
-        logits, features = torch.vmap(lambda w, inputs: self.apply(w, inputs, training=True))(dict(params), x)
+    def apply_stacked(
+        self, alike: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Training mode, M models at once on the same inputs: parameters [M, ...] and those that are the same for all.
+
+        x [B, ...] -> logits [M, B, classes], features [M, B, H].
+        """
+        logits, features = torch.vmap(lambda w: self.apply({**alike, **w}, x, training=True))(dict(stacked))
         return logits, features
 
-    def layer_output(self, params: Mapping[str, Tensor], x: Tensor, layer: str) -> Tensor:
-        """What `layer` gives for x; the layers after it are not computed."""
+    def where_of(self, layer: str) -> "Where":
+        """What a layer gives."""
+        return Where(layer, entering=False)
 
-        def stop(_: nn.Module, __: Any, out: Tensor) -> None:
-            raise _Reached(out)
+    def where_after(self, params: Mapping[str, Tensor], x: Tensor, layer: str) -> "Where":
+        """What comes of a layer after its activation: what the next layer with parameters is given. A layer that holds others
+        ends with an activation of its own, so what it gives is that already."""
+        if any(True for _ in self._layer(layer).children()):
+            return self.where_of(layer)
+        order = self.layers_in_order(params, x)
+        following = order[order.index(layer) + 1 :] if layer in order else []
+        return Where(following[0], entering=True) if following else self.where_of(layer)
+
+    def value_at(self, params: Mapping[str, Tensor], x: Tensor, place: "Where") -> Tensor:
+        """What is at a place of the network for x; what comes after it is not computed."""
+
+        def stop(_: nn.Module, given: Any, out: Any = None) -> None:
+            raise _Reached(given[0] if place.entering else out)
 
         self.module.train(False)
         try:
-            with _hook(self._layer(layer), after=stop):
+            with _hook(self._layer(place.layer), **{"before" if place.entering else "after": stop}):
                 self._call(params, x)
         except _Reached as reached:
             return reached.value
-        raise ModelError(f"layer {layer!r} is not used in a forward pass.")
+        raise ModelError(f"layer {place.layer!r} is not used in a forward pass.")
 
-    def apply_from(self, params: Mapping[str, Tensor], x: Tensor, layer: str, value: Tensor) -> Tensor:
-        """Logits [B, classes] where `layer` gives `value` instead of what it would."""
+    def apply_from(self, params: Mapping[str, Tensor], x: Tensor, place: "Where", value: Tensor) -> Tensor:
+        """Logits [B, classes] where there is `value` at a place of the network in place of what would be there."""
         self.module.train(False)
-        with _hook(self._layer(layer), after=lambda _, __, ___: value):
+        put: dict[str, Any] = {"after": lambda *_: value}
+        if place.entering:
+            put = {"before": lambda _, given: (value, *given[1:])}
+        with _hook(self._layer(place.layer), **put):
             return self._call(params, x)
-
-    def is_linear(self, layer: str) -> bool:
-        """Whether what a layer gives is linear in its parameters: a convolution or a product is."""
-        return type(self._layer(layer)) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
     def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor, among: Sequence[str] = ()) -> list[str]:
         """Layers in the order in which a forward pass leaves them: those named, or all that hold parameters of their own."""
@@ -196,9 +219,31 @@ class Model:
 
     def module_with(self, params: Mapping[str, Tensor]) -> nn.Module:
         """An ordinary module with these parameters, for use outside of a federation."""
+        wanted = {name for name, _ in self.module.named_parameters()}
+        if wanted != params.keys():
+            wrong = sorted(wanted ^ params.keys())
+            raise ModelError(
+                f"a module needs exactly the model's parameters. Missing or unexpected: {', '.join(wrong[:5])}."
+            )
         module = copy.deepcopy(self.module)
         module.load_state_dict({name: value.detach().clone() for name, value in params.items()}, strict=False)
         return module.eval()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self.module.named_parameters()}
+
+    @property
+    def buffers(self) -> Params:
+        """What a module holds beside parameters; it does not change in training."""
+        return {name: value.detach() for name, value in self.module.named_buffers()}
+
+    @cached_property
+    def structure(self) -> str:
+        """The module in words: its layers with their settings, and what the user's own classes compute."""
+        classes = {type(layer) for layer in self._layers.values()}
+        own = sorted((c for c in classes if not c.__module__.startswith("torch.")), key=lambda c: c.__qualname__)
+        return "\n".join([repr(self.module), *(f"{c.__qualname__}: {_computation(c)}" for c in own)])
 
     def _params(self, module: nn.Module) -> Params:
         return {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -235,9 +280,25 @@ class Model:
                 )
 
 
+class Where(NamedTuple):
+    """A place of a network: what a layer gives, or what it is given."""
+
+    layer: str
+    entering: bool
+
+
 class _Reached(Exception):
     def __init__(self, value: Tensor) -> None:
         self.value = value
+
+
+def _computation(kind: type[nn.Module]) -> str:
+    """A digest of a class's forward pass as it is written, without comments and names of files; "" if it cannot be read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
 
 
 def _fresh(build: Factory) -> nn.Module:

@@ -12,30 +12,23 @@ def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
     return log_p.gather(2, y.view(1, -1, 1).expand(len(logits), -1, 1)).squeeze(2).T
 
 
-def log_likelihoods(logits: Tensor, y: Tensor) -> Tensor:
-    """The same for G clients at once: logits [G, K, B, classes], y [G, B] -> [G, B, K]."""
-    index = y.unsqueeze(1).unsqueeze(3).expand(-1, logits.shape[1], -1, 1)
-    return torch.log_softmax(logits, dim=3).gather(3, index).squeeze(3).transpose(1, 2)
-
-
 def log_joint(log_lik: Tensor, log_gate: Tensor) -> Tensor:
     """log p(y, z=k | x, s) = log p(y|x, z=k) + log p(z=k|x, s): [B, K], [B, K] -> [B, K]."""
     return log_lik + log_gate
 
 
-def lower_bound(log_joint: Tensor, phi: Tensor, c: Tensor, beta: float) -> Tensor:
-    """sum_i E_{q(z|c_i)}[log p(y_i, z|x_i, s)] + beta H(q(z|c_i))  (eq:LowerBound): [B, K], [C, K], [B] -> scalar."""
-    q = phi[c]
-    entropy: Tensor = -torch.special.xlogy(q, q).sum()
-    return (q * log_joint).sum() + beta * entropy
+def lower_bound(log_joint: Tensor, q: Tensor, beta: float) -> Tensor:
+    """E_{q(z|c)}[log p(y, z|x, s)] + beta H(q(z|c)) of each point  (eq:LowerBound): [B, K], q(z|c) [B, K] -> [B]."""
+    entropy: Tensor = -torch.special.xlogy(q, q).sum(dim=1)
+    return (q * log_joint).sum(dim=1) + beta * entropy
 
 
-def bound_loss(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor) -> Tensor:
-    """-L_s, a mean over the mini-batch: E_{q''}[log p(y|x,z)] + E_q[log p(z|x,s)]  (Algorithm 2; Algorithm 1 if q'' = q).
+def bound_losses(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor) -> Tensor:
+    """-L_s of each point: E_{q''}[log p(y|x,z)] + E_q[log p(z|x,s)]  (Algorithm 2; Algorithm 1 if q'' = q): -> [B].
 
     log_lik, q_lik [B, K'] over the experts that are kept; log_gate, q_gate [B, K] over all of them.
     """
-    return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1)).mean()
+    return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1))
 
 
 def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
@@ -49,9 +42,9 @@ def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     return log_lik.detach() + times * (log_lik - log_lik.detach())
 
 
-def direct_loss(log_joint: Tensor) -> Tensor:
-    """-mean_i log sum_z p(z|x_i,s) p(y_i|x_i,z)  (eq:globalObjective), without a posterior: [B, K] -> scalar."""
-    return -torch.logsumexp(log_joint, dim=1).mean()
+def direct_losses(log_joint: Tensor) -> Tensor:
+    """-log sum_z p(z|x_i,s) p(y_i|x_i,z) of each point  (eq:globalObjective), without a posterior: [B, K] -> [B]."""
+    return -torch.logsumexp(log_joint, dim=1)
 
 
 def log_mixture(logits: Tensor, log_gate: Tensor) -> Tensor:

@@ -12,27 +12,19 @@ def uniform(categories: int, experts: int) -> Tensor:
     return torch.full((categories, experts), 1.0 / experts)
 
 
-def solve_phi(log_joint: Tensor, c: Tensor, categories: int, beta: float) -> tuple[Tensor, Tensor]:
+def solve_phi(
+    log_joint: Tensor, c: Tensor, categories: int, beta: float, there: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """phi'_c, proportional to exp(mean over the points of c of log p(y, z | x, s) / beta)  (eq:phi_solution).
 
     log_joint [B, K], c [B] -> phi' [C, K] and which rows the batch holds [C]; the other rows are uniform, for nobody's use.
+    there: which points are really there [B]; None: all of them.
     """
-    total = log_joint.new_zeros(categories, log_joint.shape[1]).index_add_(0, c, log_joint)
-    count = log_joint.new_zeros(categories).index_add_(0, c, torch.ones_like(c, dtype=log_joint.dtype))
+    count_of = torch.ones_like(c, dtype=log_joint.dtype) if there is None else there.to(log_joint.dtype)
+    total = log_joint.new_zeros(categories, log_joint.shape[1]).index_add(0, c, log_joint * count_of.unsqueeze(1))
+    count = log_joint.new_zeros(categories).index_add(0, c, count_of)
     mean = total / count.clamp(min=1).unsqueeze(1)  # M_{s,c} = 0 divides nothing
     return torch.softmax(mean / beta, dim=1), count > 0
-
-
-def solve_phis(log_joint: Tensor, c: Tensor, there: Tensor, categories: int, beta: float) -> tuple[Tensor, Tensor]:
-    """The same for G clients at once: log_joint [G, B, K], c [G, B], which points are really there [G, B] -> phi' [G, C, K],
-    and which rows each client's batch holds [G, C]."""
-    G, _, K = log_joint.shape
-    row = (c + categories * torch.arange(G, device=c.device).unsqueeze(1)).flatten()
-    weight = there.flatten().to(log_joint.dtype)
-    total = log_joint.new_zeros(G * categories, K).index_add_(0, row, log_joint.flatten(0, 1) * weight.unsqueeze(1))
-    count = log_joint.new_zeros(G * categories).index_add_(0, row, weight)
-    mean = total / count.clamp(min=1).unsqueeze(1)
-    return torch.softmax(mean / beta, dim=1).view(G, categories, K), (count > 0).view(G, categories)
 
 
 def temperature(beta: float, start: float, over: int, t: int) -> float:

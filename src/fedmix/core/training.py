@@ -1,20 +1,38 @@
-"""The loop that every method's client runs: mini-batches in an order of the client's own, an SGD step on each."""
+"""The loop that every client runs: mini-batches in an order of the client's own, an SGD step on each.
+
+One client (`train_client`), or several side by side (`train_group`): the same loss, for one client, is given to both.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedmix.core.optim import Optimizer, keep_rows
-from fedmix.core.tree import Params
+from fedmix.core.tree import Params, like_tree, tensors_of
 from fedmix.core.types import Examples
 from fedmix.errors import StepError
 from fedmix.rng import Stream
 
-Carry = TypeVar("Carry")
+Carry = Any  # what a step hands to the next beside parameters: a tree of tensors
+
+
+class Batch(NamedTuple):
+    """A mini-batch: x [B, ...], y [B], c [B]. weight [B] is 1/B of the points that are really there, 0 of what fills up."""
+
+    x: Tensor
+    y: Tensor
+    c: Tensor
+    weight: Tensor
+
+
+# (parameters, mini-batch, carry) -> (loss of each point [B], penalty, carry)
+PointLoss = Callable[[Mapping[str, Tensor], Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
+# the same of one client among several: and what stays the same while it trains
+GroupLoss = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,19 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Trained(Generic[Carry]):
+class Trained:
     params: Params
-    carry: Carry  # what else a step hands to the next: phi, for FedMix
+    carry: Carry
     loss: float  # mean over the steps of the last epoch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a client steps: the optimiser, what its rate is multiplied with, and how often it goes over its points."""
+
+    optimizer: Optimizer
+    factor: float
+    passes: Passes
 
 
 def mean_of_last_epoch(losses: list[float], epochs: int) -> float:
@@ -48,117 +75,168 @@ def mean_of_last_epoch(losses: list[float], epochs: int) -> float:
     return sum(last) / max(len(last), 1)
 
 
+def mean_loss(points: Tensor, penalty: Tensor | float, weight: Tensor) -> Tensor:
+    """What is minimised, from the loss of each point [B]: what fills a group up weighs nothing."""
+    if points.shape != weight.shape:
+        raise ValueError(f"a loss must give one number for each of {len(weight)} points. Got {list(points.shape)}.")
+    return (weight * points).sum() + penalty
+
+
 def train_client(
     params: Mapping[str, Tensor],
     carry: Carry,
-    loss_of: Callable[[Mapping[str, Tensor], Examples, Carry], tuple[Tensor, Carry]],
+    loss_of: PointLoss,
     data: Examples,
-    optimizer: Optimizer,
-    factor: float,
-    passes: Passes,
+    schedule: Schedule,
     rng: Stream,
-    frozen: Callable[[str], bool] = lambda _: False,
-) -> Trained[Carry]:
+    trains: Callable[[str], bool],
+) -> Trained:
     """SGD on the loss of one mini-batch after the other. An error, or a loss that is not finite, names its step.
 
-    frozen: parameters that are used, but not trained.
+    trains: which parameters; the others are used as they are.
     """
-    current = {
-        name: value.clone() for name, value in params.items()
-    }  # a module may touch its weights: not the server's
-    state = optimizer.init(current)
+    # copies, since a module may touch its weights, and these are the server's
+    current = {name: value.clone() for name, value in params.items()}
+    state = schedule.optimizer.init(current)
     losses: list[Tensor] = []  # read at the end: nothing waits for the device inside the loop
     views = rng.child("augment")
     with rng.child("dropout").torch():
-        for step, index in enumerate(passes.batches(len(data), rng.child("batches"), data.x.device), start=1):
-            batch = data.batch(index, views)
-            leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
+        batches = schedule.passes.batches(len(data), rng.child("batches"), data.x.device)
+        for step, index in enumerate(batches, start=1):
+            batch = _as_batch(data.batch(index, views))
+            leaves = {name: value.detach().requires_grad_() for name, value in current.items() if trains(name)}
             try:
-                loss, carry = loss_of(current | leaves, batch, carry)
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                points, penalty, carry = loss_of(current | leaves, batch, carry)
+                loss = mean_loss(points, penalty, batch.weight)
+                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
             except Exception as error:
                 raise StepError(f"step {step}: {type(error).__name__}: {error}") from error
             losses.append(loss.detach())
             used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
             with torch.no_grad():
-                current, state = optimizer.update(current, used, state, factor)
-    return Trained(current, carry, mean_of_last_epoch(_finite(losses, current), passes.epochs))
+                current, state = schedule.optimizer.update(current, used, state, schedule.factor)
+    values = values_of(losses)
+    refuse_what_is_not_finite(values, current)
+    return Trained(current, carry, mean_of_last_epoch(values, schedule.passes.epochs))
 
 
-def _finite(losses: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[float]:
-    """The losses as numbers; the first step whose loss is not finite, or weights that are not, end the training."""
+def values_of(losses: Sequence[Tensor]) -> list[float]:
+    """The losses as numbers: here a device is waited for."""
     values: list[float] = torch.stack(list(losses)).tolist() if losses else []
-    for step, value in enumerate(values, start=1):
-        if not math.isfinite(value):
-            raise StepError(f"step {step}: the loss is {value}; a smaller client_lr may help")
-    if not all(bool(torch.isfinite(value).all()) for value in params.values()):
-        raise StepError(f"step {len(values)}: the weights are not finite any more; a smaller client_lr may help")
     return values
 
 
-@dataclass(frozen=True)
-class GroupBatch:
-    """A mini-batch of each of G clients: x [G, B, ...], y [G, B], c [G, B]; `weight` [G, B] is 1/B_g for the B_g points
-    that client g really has and 0 for what fills its row up, so that a weighted sum is the client's mean."""
+def _as_batch(points: Examples) -> Batch:
+    kind = points.x.dtype if points.x.is_floating_point() else torch.get_default_dtype()
+    weight = torch.full((len(points),), 1 / max(len(points), 1), dtype=kind, device=points.x.device)
+    return Batch(points.x, points.y, points.c, weight)
 
-    x: Tensor
-    y: Tensor
-    c: Tensor
-    weight: Tensor
+
+def refuse_what_is_not_finite(losses: Sequence[float], params: Mapping[str, Tensor]) -> None:
+    """The first step whose loss is not finite, or weights that are not, end the training."""
+    for step, value in enumerate(losses, start=1):
+        if not math.isfinite(value):
+            raise StepError(f"step {step}: the loss is {value}; a smaller client_lr may help")
+    if not all(bool(torch.isfinite(value).all()) for value in params.values()):
+        raise StepError(f"step {len(losses)}: the weights are not finite any more; a smaller client_lr may help")
 
 
 def train_group(
     params: Mapping[str, Tensor],
+    fixed: Any,
     carry: Carry,
-    losses_of: Callable[[Mapping[str, Tensor], GroupBatch, Carry], tuple[Tensor, Carry]],
+    loss_of: GroupLoss,
     data: Sequence[Examples],
-    optimizer: Optimizer,
-    factor: float,
-    passes: Passes,
+    schedule: Schedule,
     rngs: Sequence[Stream],
-    frozen: Callable[[str], bool] = lambda _: False,
-) -> tuple[Params, Carry, list[float]]:
-    """`train_client` for G clients side by side: every tensor of `params` and `carry` has a first dimension of G.
+    trains: Callable[[str], bool],
+) -> list[Trained | StepError]:
+    """`train_client` for G clients side by side: every tensor of `params`, `fixed` and `carry` has a first dimension of G.
 
-    The same mini-batches as each client would take alone. A client that has no mini-batch left keeps what it has. Gives the
-    parameters, the carry, and each client's loss.
+    The same mini-batches as each client would take alone. A client that has no mini-batch left keeps what it has, its carry
+    too. Gives each client's outcome, an error where its training failed.
     """
-    sizes = [len(own) for own in data]
-    x, y, c = (_filled([getattr(own, name) for own in data], max(sizes)) for name in ("x", "y", "c"))
-    device = x.device
-    plans = [list(passes.batches(n, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)]
-    steps = [len(plan) for plan in plans]
-    members = torch.arange(len(data), device=device).unsqueeze(1)
+    fill = _Filler(data, schedule.passes, rngs)
     current = {name: value.clone() for name, value in params.items()}
-    state = optimizer.init(current)
+    state = schedule.optimizer.init(current)
     losses: list[Tensor] = []
-    for step in range(max(steps)):
-        taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in plans]
-        index = _filled(taken, max(map(len, taken)))
-        counts = torch.tensor([len(own) for own in taken], device=device)
-        weight = (torch.arange(index.shape[1], device=device) < counts.unsqueeze(1)) / counts.clamp(min=1).unsqueeze(1)
-        batch = GroupBatch(x[members, index], y[members, index], c[members, index], weight)
-        leaves = {name: value.detach().requires_grad_() for name, value in current.items() if not frozen(name)}
-        each, carry = losses_of(current | leaves, batch, carry)
+    for step in range(max(fill.steps)):
+        batch, active = fill.batch(step)
+        leaves = {name: value.detach().requires_grad_() for name, value in current.items() if trains(name)}
+        each, new_carry = group_losses(loss_of, current | leaves, fixed, batch, carry)
         grads = torch.autograd.grad(each.sum(), list(leaves.values()), allow_unused=True)
         losses.append(each.detach())
         used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
         with torch.no_grad():
-            after, state_after = optimizer.update(current, used, state, factor)
-            if min(map(len, taken)) == 0:  # somebody is done: no step without points
-                active = counts > 0
-                after = {name: keep_rows(active, value, current[name]) for name, value in after.items()}
-                state_after = {
-                    part: {name: keep_rows(active, value, state[part][name]) for name, value in tensors.items()}
-                    for part, tensors in state_after.items()
-                }
-            current, state = after, state_after
-    history = torch.stack(losses)
-    finite = bool(torch.isfinite(history).all()) and all(bool(torch.isfinite(w).all()) for w in current.values())
-    if not finite:
-        raise StepError("a loss or weight of the group is not finite")
-    columns = history.T.tolist()
-    return current, carry, [mean_of_last_epoch(own[:n], passes.epochs) for own, n in zip(columns, steps, strict=True)]
+            after, state_after = schedule.optimizer.update(current, used, state, schedule.factor)
+            if not bool(active.all()):  # somebody is done: no step without points
+                after = _only(active, after, current)
+                state_after = {part: _only(active, tensors, state[part]) for part, tensors in state_after.items()}
+                new_carry = like_tree(carry, _only(active, tensors_of(new_carry), tensors_of(carry)))
+            current, state, carry = after, state_after, new_carry
+    return _outcomes(torch.stack(losses).T.tolist(), fill.steps, current, carry, schedule.passes.epochs)
+
+
+def group_losses(
+    loss_of: GroupLoss, params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry
+) -> tuple[Tensor, Carry]:
+    """The loss of each of G clients [G], and their carry: the loss of one client, vectorised."""
+
+    def of_one(params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        points, penalty, after = loss_of(params, fixed, batch, carry)
+        return mean_loss(points, penalty, batch.weight), after
+
+    dims = torch.utils._pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, fixed)
+    losses, after = torch.vmap(of_one, in_dims=(0, dims, 0, 0))(dict(params), fixed, batch, carry)
+    return losses, after
+
+
+class _Filler:
+    """The mini-batches of several clients as one tensor each, filled up with zeros that weigh nothing."""
+
+    def __init__(self, data: Sequence[Examples], passes: Passes, rngs: Sequence[Stream]) -> None:
+        sizes = [len(points) for points in data]
+        self._x, self._y, self._c = (
+            _filled([getattr(points, name) for points in data], max(sizes)) for name in ("x", "y", "c")
+        )
+        self._device = self._x.device
+        self._plans = [
+            list(passes.batches(n, rng.child("batches"), self._device)) for n, rng in zip(sizes, rngs, strict=True)
+        ]
+        self._members = torch.arange(len(data), device=self._device).unsqueeze(1)
+        self.steps = [len(plan) for plan in self._plans]
+
+    def batch(self, step: int) -> tuple[Batch, Tensor]:
+        """Everybody's mini-batch of a step, and who still has one [G]."""
+        taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in self._plans]
+        index = _filled(taken, max(map(len, taken)))
+        counts = torch.tensor([len(points) for points in taken], device=self._device)
+        there = torch.arange(index.shape[1], device=self._device) < counts.unsqueeze(1)
+        weight = there / counts.clamp(min=1).unsqueeze(1)
+        at = (self._members, index)
+        return Batch(self._x[at], self._y[at], self._c[at], weight), counts > 0
+
+
+def _outcomes(
+    losses: list[list[float]], steps: Sequence[int], params: Params, carry: Carry, epochs: int
+) -> list[Trained | StepError]:
+    """What each client of a group has after training."""
+    outcomes: list[Trained | StepError] = []
+    for g, taken in enumerate(steps):
+        alone = {name: value[g] for name, value in params.items()}
+        values = losses[g][:taken]
+        try:
+            refuse_what_is_not_finite(values, alone)
+            carried = like_tree(carry, {name: value[g] for name, value in tensors_of(carry).items()})
+            outcomes.append(Trained(alone, carried, mean_of_last_epoch(values, epochs)))
+        except StepError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def _only(active: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Params:
+    """The new values of clients that are still training, the old ones of those that are done."""
+    return {name: keep_rows(active, value, old[name]) for name, value in new.items()}
 
 
 def _filled(tensors: Sequence[Tensor], length: int) -> Tensor:

@@ -4,7 +4,9 @@ import fnmatch
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +24,23 @@ def folders(data_dir: str | None) -> list[Path]:
     return [Path(os.path.expanduser(name)) for name in named if name] + [cache_folder() / "data"]
 
 
+_kept_in: ContextVar[Path | None] = ContextVar("kept_in", default=None)
+
+
 def cache_folder() -> Path:
     """Decoded arrays and downloads live here: $FEDMIX_CACHE, or fedmix in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FEDMIX_CACHE") or Path(home) / "fedmix")
+    return _kept_in.get() or Path(os.environ.get("FEDMIX_CACHE") or Path(home) / "fedmix")
+
+
+@contextmanager
+def keep_decoded_in(folder: Path) -> Iterator[None]:
+    """Inside this block decoded arrays are kept in that folder: a site's own data stays with the site."""
+    token = _kept_in.set(folder)
+    try:
+        yield
+    finally:
+        _kept_in.reset(token)
 
 
 @dataclass(frozen=True)

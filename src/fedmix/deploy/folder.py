@@ -4,7 +4,6 @@ DIR/server     for the machine in the middle: certificates, public keys of the s
 DIR/sites/a    for site a's own machine: its key, the authority's certificate, settings, the recipe, private states
 """
 
-import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedmix.data.files import keep_decoded_in
 from fedmix.deploy.secrets import make_certificates, make_node_key, write_new
 from fedmix.errors import RunError, SettingError
 from fedmix.experiment.recipe import Recipe, dump_recipe, settings_from
@@ -73,11 +73,12 @@ def read_site(folder: Path) -> SiteFolder:
 def own_data(folder: Path, settings: SiteFolder, recipe: Recipe) -> Holding:
     """A site's data. Files are looked for in its data_dir, or its folder; decoded copies stay there, for its owner alone."""
     place = folder.resolve() / settings.data_dir
-    if settings.data.source != PART_OF_RECIPE:
-        cache = folder.resolve() / "cache"
-        cache.mkdir(mode=0o700, exist_ok=True)
-        os.environ["FEDMIX_CACHE"] = str(cache)
-    return holding(recipe, settings.name, settings.data, str(place))
+    if settings.data.source == PART_OF_RECIPE:
+        return holding(recipe, settings.name, settings.data, str(place))
+    cache = folder.resolve() / "cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    with keep_decoded_in(cache):
+        return holding(recipe, settings.name, settings.data, str(place))
 
 
 def _read(folder: Path, name: str, kind: type) -> Any:

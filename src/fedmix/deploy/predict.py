@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmix.core.types import Algorithm, Message, Private
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.types import Message, Private
 from fedmix.data.federation import normalised
 from fedmix.data.formats import npz_arrays
 from fedmix.data.own import column, rows

@@ -8,15 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedmix.core.algorithm import Algorithm
 from fedmix.core.score import score
 from fedmix.core.tree import placed
-from fedmix.core.types import Algorithm, Clients, Examples, Message, Private
+from fedmix.core.types import Clients, Examples, Message, Private
 from fedmix.core.vae import train_vae
 from fedmix.errors import ClientError, StepError
 from fedmix.rng import Stream, stream
 
 CHUNK = 512  # points of a forward pass without gradients
 CPU = torch.device("cpu")
+BOUND = "bound"  # the method's objective, where it has one to report
 ADAPTED = "adapted_"  # a score of the adapted private parts with the server's weights
 
 
@@ -91,20 +93,22 @@ def perform(
 
 
 @contextmanager
-def named(task: Task) -> Iterator[None]:
-    """Whatever goes wrong is said of this client, in this round."""
+def named(*tasks: Task) -> Iterator[None]:
+    """Whatever goes wrong is said of this client, or of these, in this round."""
+    who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
+    where = f"{who}, round {tasks[0].round}"
     try:
         yield
     except StepError as error:
-        raise ClientError(f"client {task.client}, round {task.round}, {error}") from error
+        raise ClientError(f"{where}, {error}") from error
     except Exception as error:
-        where, kind = f"client {task.client}, round {task.round}", type(error).__name__
+        kind = type(error).__name__
         raise ClientError(f"{where}: {kind}: {error}", f"{where}: {kind}; its site's log says more") from error
 
 
 def informed(algorithm: Algorithm, clients: Clients, client: int, private: Private) -> Private:
     """With what a client knows of itself before it has trained: how often each label occurs (training.label_counts)."""
-    if algorithm.counted is None:
+    if not algorithm.counts_labels:
         return private
     return algorithm.counted(private, clients.examples(client, "train").y.to(CPU))
 
@@ -132,27 +136,46 @@ def perform_group(
     device: torch.device = CPU,
 ) -> list[Answer]:
     """The same for several clients with tasks of one kind, side by side where the method can; else one after the other."""
-    if len(tasks) > 1 and not tasks[0].alone and algorithm.group_update:
-        data = [clients.examples(task.client, "train") for task in tasks]
-        messages, rngs = [task.message.to(device) for task in tasks], [task.stream(seed) for task in tasks]
-        own = [placed(private, device) for private in privates]
-        try:
-            updated = algorithm.group_update(messages, own, data, rngs, tasks[0].finetune or None)
-            if updated is not None:
-                return [
-                    _answer(algorithm, clients, seed, task, private, each)
-                    for task, private, each in zip(tasks, privates, updated, strict=True)
-                ]
-        except Exception:  # one of them fails: taken one by one, the error names it
-            pass
+    if len(tasks) > 1 and side_by_side(algorithm, clients, tasks):
+        return _perform_together(algorithm, clients, seed, tasks, privates, device)
     return [perform(algorithm, clients, seed, task, own, device) for task, own in zip(tasks, privates, strict=True)]
+
+
+def side_by_side(algorithm: Algorithm, clients: Clients, tasks: Sequence[Task]) -> bool:
+    """Whether these tasks can be done at once: known before anything is tried."""
+    if tasks[0].alone or algorithm.one_by_one is not None:
+        return False
+    return clients.examples(tasks[0].client, "train").augment is None  # of all clients, or of none
+
+
+def _perform_together(
+    algorithm: Algorithm,
+    clients: Clients,
+    seed: int,
+    tasks: Sequence[Task],
+    privates: Sequence[Private],
+    device: torch.device,
+) -> list[Answer]:
+    data = [clients.examples(task.client, "train") for task in tasks]
+    messages, rngs = [task.message.to(device) for task in tasks], [task.stream(seed) for task in tasks]
+    known = [placed(private, device) for private in privates]
+    with named(*tasks):
+        outcomes = algorithm.group_update(messages, known, data, rngs, tasks[0].finetune or None)
+    answers = []
+    for task, private, outcome in zip(tasks, privates, outcomes, strict=True):
+        with named(task):
+            if isinstance(outcome, StepError):
+                raise outcome
+            answers.append(_answer(algorithm, clients, seed, task, private, outcome))
+    return answers
 
 
 def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, updated: Answer) -> Answer:
     """Training: the reply with a score. Evaluation: the score alone, and the private state as it was."""
     message, after = updated
     data = clients.examples(task.client, task.part)
-    scored = _score(algorithm, data, updated)
+    plain = task.kind == "train" or task.finetune or task.adapt
+    scored = (_score if plain else _score_with_bound)(algorithm, data, updated)
     if task.kind != "train":
         return Message({}, scored), private
     sent = task.message.to(data.x.device)
@@ -162,6 +185,17 @@ def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
 
 def _score(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
     return score(predict(algorithm, *updated, data.x) if len(data) else data.x, data.y)
+
+
+def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
+    """The score, and the mean of the method's objective where it has one (for FedMix eq:LowerBound)."""
+    if algorithm.method.bound is None or not len(data):
+        return _score(algorithm, data, updated)
+    chunks = [torch.split(values, CHUNK) for values in (data.x, data.y, data.c)]
+    with torch.no_grad():
+        both = [algorithm.predict_with_bound(*updated, *chunk) for chunk in zip(*chunks, strict=True)]
+    bounds = torch.cat([bound for _, bound in both if bound is not None])
+    return score(torch.cat([log_p for log_p, _ in both]), data.y) | {BOUND: float(bounds.to(torch.float64).mean())}
 
 
 @contextmanager
@@ -182,10 +216,11 @@ def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor)
 
 def from_shared(algorithm: Algorithm, message: Message, side: str) -> Callable[[Tensor], Tensor] | None:
     """log p(y|x) from what is shared alone, x -> [N, classes]; None: private parts decide."""
-    pool = algorithm.pool
     if not algorithm.uses_private:
         return lambda x: predict(algorithm, message, {}, x)
-    return None if pool is None or side != "label" else lambda x: in_chunks(lambda part: pool(message, part), x)
+    if not algorithm.pools or side != "label":
+        return None
+    return lambda x: in_chunks(lambda part: algorithm.pool(message, part), x)
 
 
 def in_chunks(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

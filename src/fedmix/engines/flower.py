@@ -227,8 +227,8 @@ class RemoteStore:
         self.rounds: dict[int, int] = {}
         self._fetch = fetch
 
-    def get(self, client: int, new: Private) -> Private:
-        return self.many([client])[0] if client in self.rounds else new
+    def get(self, client: int) -> Private | None:
+        return self.many([client])[0] if client in self.rounds else None
 
     def many(self, clients: Sequence[int]) -> list[Private]:
         return self._fetch(clients)

@@ -12,15 +12,17 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
 
-from fedmix.core.types import Algorithm, Clients, Message
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.types import Clients, Message
 from fedmix.engines.arena import Arena
-from fedmix.engines.client import CPU, Answer, Task, perform_group
+from fedmix.engines.client import CPU, Answer, Task, perform_group, side_by_side
 from fedmix.engines.store import StatesHere, Store
 from fedmix.errors import ClientError, FedmixError, SettingError
 
@@ -51,8 +53,8 @@ class LocalEngine(StatesHere):
             raise SettingError("engine must be 'serial' on this system: 'local' forks its workers, which it cannot.")
         self.store = store
         self.workers = workers
-        self._new = algorithm.new_client(seed)
-        self._side_by_side = algorithm.group_update is not None
+        self._new = partial(algorithm.new_client, seed)
+        self._side_by_side = partial(side_by_side, algorithm, clients)
         self._down = Arena()
         self._workers: list[_Worker] = []
         for _ in range(workers):
@@ -95,7 +97,7 @@ class LocalEngine(StatesHere):
 
     def _groups(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
         """Tasks that go to a worker together: a few where clients train side by side, else one."""
-        together = self._side_by_side and not tasks[0].alone
+        together = self._side_by_side(tasks)
         size = min(-(-len(tasks) // GROUPS), LARGEST_GROUP) if together else 1
         return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
@@ -112,7 +114,7 @@ class LocalEngine(StatesHere):
             },
             "tensors": self._down.lay(task.message.tensors),
             "numbers": dict(task.message.numbers),
-            "private": self._down.lay(self.store.get(task.client, self._new)),
+            "private": self._down.lay(self.store.get(task.client) or self._new(task.client)),
         }
 
     def close(self) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fedmix.core.types import Algorithm, Clients, Message
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.types import Clients, Message
 from fedmix.engines.client import CPU, Task, one_thread, perform
 from fedmix.engines.store import StatesHere, Store
 
@@ -21,15 +22,14 @@ class SerialEngine(StatesHere):
         self.device = device
         self.seed = seed
         self.store = store
-        self._new = algorithm.new_client(seed)
 
     def run(self, tasks: Sequence[Task]) -> list[Message]:
         """The clients' answers, in the order of the tasks. Training changes their private states, evaluation does not."""
         answers = []
         with one_thread():
             for task in tasks:
-                own = self.store.get(task.client, self._new)
-                answer, after = perform(self.algorithm, self.clients, self.seed, task, own, self.device)
+                private = self.store.get(task.client) or self.algorithm.new_client(self.seed, task.client)
+                answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
                 if task.kind == "train":
                     self.store.put(task.client, after)
                 answers.append(answer)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedmix.core.types import Algorithm, Clients, Message
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.types import Clients, Message
 from fedmix.engines.client import CPU, informed, named, one_thread, perform
 from fedmix.engines.flower import Order, Outcome
 from fedmix.engines.store import SiteStore
@@ -42,7 +43,7 @@ class Site:
 
     def _answer(self, order: Order) -> Message:
         task = order.task
-        private = self.store.get(task.client, order.state, self.algorithm.new_client(self.seed))
+        private = self.store.get(task.client, order.state) or self.algorithm.new_client(self.seed, task.client)
         if task.kind == "share":
             if not self.share:
                 raise ClientError(f"client {task.client} does not share its private state (evaluation.share_private)")

@@ -15,8 +15,8 @@ from fedmix.errors import ClientError
 
 
 class Store(Protocol):
-    def get(self, client: int, new: Private) -> Private:
-        """A client's state; `new`, the common start, for one that never took part."""
+    def get(self, client: int) -> Private | None:
+        """A client's state; None of one that never took part."""
         ...
 
     def many(self, clients: Sequence[int]) -> list[Private]:
@@ -51,8 +51,8 @@ class MemoryStore:
         self._states: dict[int, Private] = {}
         self._changed: set[int] = set()
 
-    def get(self, client: int, new: Private) -> Private:
-        return self._states.get(client, new)
+    def get(self, client: int) -> Private | None:
+        return self._states.get(client)
 
     def many(self, clients: Sequence[int]) -> list[Private]:
         return [self._states[client] for client in clients]
@@ -83,11 +83,11 @@ class DiskStore:
     def _path(self, client: int) -> Path:
         return self.folder / f"{client}.safetensors"
 
-    def get(self, client: int, new: Private) -> Private:
-        return load_file(self._path(client)) if client in self._known else new
+    def get(self, client: int) -> Private | None:
+        return load_file(self._path(client)) if client in self._known else None
 
     def many(self, clients: Sequence[int]) -> list[Private]:
-        return [self.get(client, {}) for client in clients]
+        return [self.get(client) or {} for client in clients]
 
     def put(self, client: int, private: Private) -> None:
         part = self._path(client).with_suffix(".part")
@@ -114,10 +114,10 @@ class SiteStore:
     def _path(self, client: int, t: int) -> Path:
         return self.folder / str(client) / f"{t:06d}.safetensors"
 
-    def get(self, client: int, t: int, new: Private) -> Private:
-        """The state after round t; 0: of a client that never took part."""
+    def get(self, client: int, t: int) -> Private | None:
+        """The state after round t; None for t = 0: of a client that never took part."""
         if t == 0:
-            return new
+            return None
         path = self._path(client, t)
         if not path.is_file():
             raise ClientError(f"client {client} has no private state of round {t} in {path.parent}")

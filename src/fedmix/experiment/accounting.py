@@ -12,13 +12,14 @@ from fedmix.experiment.releases import Unknown, cohorts
 RELEASES = "releases"  # in what a checkpoint carries: the last line of releases.jsonl that it knew
 
 
-def guarantee(recipe: Recipe, cohorts: Iterable[Iterable[int]]) -> dict[str, Any]:
+def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> dict[str, Any]:
     """(epsilon, delta) of the client that answered most often, against whoever sees its answers; or why there is none.
 
     Client-level and local: two clients with any data at all are to be told apart. A round's answer is one Gaussian
     mechanism for the weights, one for q(z|s), one for phi. N_s, losses and scores are not covered.
 
-    cohorts: the clients of every time that a round was trained; a round that was trained again counts again.
+    parts: how many noisy things one answer holds. cohorts: the clients of every time that a round was trained; a round that
+    was trained again counts again.
     """
     noise = recipe.privacy.noise
     if not noise:
@@ -32,12 +33,12 @@ def guarantee(recipe: Recipe, cohorts: Iterable[Iterable[int]]) -> dict[str, Any
         return _none(f"{error}, so it is not known how often clients answered")
     most = max(counts.values(), default=0)
     # m Gaussian mechanisms of the same noise are one of noise / sqrt(m): exactly, not a bound
-    times = noisy_parts(recipe) * most
+    times = parts * most
     epsilon = accounting.get_epsilon_gaussian(noise / times**0.5, recipe.privacy.delta) if times else 0.0
     return {"epsilon": float(epsilon), "delta": recipe.privacy.delta, "rounds_of_a_client": most, "why_none": None}
 
 
-def guarantee_of_run(recipe: Recipe, folder: Path, carried: Mapping[str, Any]) -> dict[str, Any]:
+def guarantee_of_run(recipe: Recipe, parts: int, folder: Path, carried: Mapping[str, Any]) -> dict[str, Any]:
     """What the noise of this run directory guarantees. carried: what its last checkpoint carries."""
 
     def asked() -> Iterator[list[int]]:
@@ -45,7 +46,7 @@ def guarantee_of_run(recipe: Recipe, folder: Path, carried: Mapping[str, Any]) -
             raise Unknown("its first rounds were trained by a version that drew noise from the seed")
         yield from cohorts(folder, str(carried[RELEASES]))
 
-    return guarantee(recipe, asked())
+    return guarantee(recipe, parts, asked())
 
 
 def _none(why: str | None) -> dict[str, Any]:
@@ -60,13 +61,3 @@ def accountant_or_complain() -> Any:
             "privacy.noise is accounted for by dp-accounting; install it with: pip install 'fedmix[privacy]'."
         ) from error
     return gaussian_mechanism
-
-
-def noisy_parts(recipe: Recipe) -> int:
-    """How many noisy things one answer holds."""
-    if recipe.algorithm == "independent":
-        return 0
-    if recipe.algorithm != "fedmix":
-        return 1
-    shared = recipe.fedmix.phi == "global" and recipe.fedmix.objective == "bound"
-    return 2 + shared + (shared and recipe.fedmix.prior == "reported")

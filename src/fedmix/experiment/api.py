@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError
 from fedmix.experiment.audit import audit_run
-from fedmix.experiment.build import build
+from fedmix.experiment.build import Experiment, Given, build, start_of
 from fedmix.experiment.inference import Options, Where, evaluate_run
 from fedmix.experiment.loggers import check_tools, logging_to
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
@@ -18,6 +19,7 @@ from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.restore import restore
 from fedmix.experiment.run import HERE, Progress, check, run
 from fedmix.experiment.trained import TrainedRun, load
+from fedmix.methods.page import Page
 
 
 def train(
@@ -26,6 +28,8 @@ def train(
     federation: Federation | None = None,
     model: Callable[[], nn.Module] | nn.Module | dict[str, Any] | None = None,
     output: str | None = None,
+    model_start: str | None = None,
+    algorithm: str | Page | None = None,
     data_dir: str | None = None,
     out: str | Path,
     engine: str = "local",
@@ -41,15 +45,24 @@ def train(
 
     recipe: a shipped recipe or a file to start from; without one, the defaults.
     federation: own data (`Federation.from_clients`); model: an nn.Module class or a function that builds one (or an
-    object whose layers have reset_parameters); output: the name of its output layer. A dict is the recipe's [model].
+    object); output: the name of its output layer. A dict is the recipe's [model]. model_start: of an object, "given" keeps its
+    weights as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
+    algorithm: a method by name, `package.module:name` of one of your own, or its page (fedmix.methods.Page).
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
     watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
     """
     if isinstance(model, dict):
         settings["model"], model = model, None
-    effective = effective_recipe(recipe, settings, federation is not None, model is not None, output)
+    page = algorithm if isinstance(algorithm, Page) else None
+    if model_start is not None:
+        settings["model.start"] = model_start
+    if algorithm is not None:
+        settings["algorithm"] = OWN if page else algorithm
+    effective = effective_recipe(recipe, settings, federation, model, output)
     tools = check_tools(log)
-    experiment = build(effective, federation, model, data_dir)
+    experiment = build(effective, federation, model, data_dir, page)
+    for words in start_words(experiment, model):
+        warnings.warn(words, stacklevel=2)
     check(experiment, engine, workers, device)
     directory = RunDirectory.open(Path(out), effective, resume, overwrite)
     try:
@@ -57,14 +70,15 @@ def train(
             run(experiment, directory, engine, workers, told, device, data_dir)
     finally:
         directory.close()
-    return load(out, model)
+    return load(out, model, page)
 
 
 def evaluate(
     run: str | Path,
     *,
     federation: Federation | None = None,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
+    model: Given = None,
+    algorithm: Page | None = None,
     data_dir: str | None = None,
     clients: int = 0,
     densities: bool | None = None,
@@ -75,11 +89,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Every kind of inference of a trained run, as plain numbers: what `fedmix evaluate RUN --json` prints.
 
-    federation, model: again, where they were handed over in Python. clients: so many, drawn at random (0: all).
+    federation, model, algorithm: again, where they were handed over in Python. clients: so many, drawn at random (0: all).
     densities: a generative model on each client, for p(s|x) of at most `points` inputs; None: where that is quick.
     """
     options = Options(clients, engine, workers, device, densities, points)
-    found = restore(run, federation, model, data_dir)
+    found = restore(run, federation, model, data_dir, algorithm)
     check(found.experiment, engine, workers, device, HERE)
     return evaluate_run(found, options)
 
@@ -88,7 +102,8 @@ def audit(
     run: str | Path,
     *,
     federation: Federation | None = None,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
+    model: Given = None,
+    algorithm: Page | None = None,
     data_dir: str | None = None,
     clients: int = 0,
     engine: str = "local",
@@ -96,21 +111,48 @@ def audit(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """What the server could have learnt of the clients' labels, as plain numbers: what `fedmix audit RUN --json` prints."""
-    found = restore(run, federation, model, data_dir)
+    found = restore(run, federation, model, data_dir, algorithm)
     check(found.experiment, engine, workers, device, HERE)
     return audit_run(found, Where(clients, engine, workers, device))
 
 
+def start_words(experiment: Experiment, model: Any) -> list[str]:
+    """What is to be said of the weights of a module that was handed over as an object."""
+    if not isinstance(model, nn.Module):
+        return []
+    if experiment.recipe.model.start != "given":
+        return ["the weights of the model are drawn anew; model_start='given' keeps those that it has"]
+    if experiment.algorithm.starts_equal():
+        return ["the experts start from the model's weights, told apart by a little noise on what is trained"]
+    return []
+
+
 def effective_recipe(
-    recipe: str | None, settings: dict[str, Any], own_data: bool, own_model: bool, output: str | None
+    recipe: str | None, settings: dict[str, Any], federation: Federation | None, model: Any, output: str | None
 ) -> Recipe:
+    """The recipe of what was handed over: own data and an own model are described as they are."""
     changes: dict[str, Any] = {}
     for key, value in settings.items():
         changes |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-    if own_data:
-        changes["data.source"] = OWN
-    if own_model:
+    if federation is not None:
+        changes |= described_data(federation)
+    if model is not None:
         if output is None:
             raise SettingError("output must name the output layer of the model, as in output='fc2'.")
         changes |= {"model.name": OWN, "model.output": output}
-    return read_recipe(recipe, changes=changes) if recipe else make_recipe({"name": "own"}, changes=changes)
+    made = read_recipe(recipe, changes=changes) if recipe else make_recipe({"name": "own"}, changes=changes)
+    if isinstance(model, nn.Module):
+        made = replace(made, model=replace(made.model, start=start_of(model, made.model)))
+    return made
+
+
+def described_data(federation: Federation) -> dict[str, Any]:
+    """What a recipe can truly say of data that was handed over."""
+    held_out = 0 if federation.held_out is None else len(federation.held_out)
+    return {
+        "data.source": OWN,
+        "data.clients": len(federation),
+        "data.holdout_clients": held_out,
+        "data.split": "by-client",
+        "data.side": federation.side,
+    }

@@ -5,7 +5,7 @@ server.aggregation = "linear" it gets sums over a cohort, and what they say of t
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmix.algorithms.fedmix import held_experts
 from fedmix.core.optim import rate_factor
+from fedmix.core.placement import wire_name
 from fedmix.core.privacy import summed
-from fedmix.core.types import Message, State
+from fedmix.core.server import State
+from fedmix.core.types import Message
 from fedmix.engines.client import Task
 from fedmix.engines.store import MemoryStore, Store
 from fedmix.experiment import leakage
@@ -86,7 +87,7 @@ class _Audit:
         start = starting_state(self.run.experiment)
         empty, trained = MemoryStore(), MemoryStore()
         for s in self.run.store.clients():
-            trained.put(s, self.run.store.get(s, {}))
+            trained.put(s, self.run.store.get(s) or {})
         once = replace(
             self.recipe.training,
             batch_size=max(self.federation.size(s) for s in self.everybody),
@@ -121,7 +122,7 @@ class _Audit:
                 self.watch(f"solving for p(y|s), {when}", 0, 1)
                 attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
                 attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
-                if self.recipe.fedmix.prior == "reported":
+                if self._field("shares"):
                     attacks[when]["reported"] = self._judge(seen[when], _reported, self.sides)
                 absent[when] = self._absent(seen[when])
         return {
@@ -139,7 +140,9 @@ class _Audit:
                 "aggregation": self.recipe.server.aggregation,
                 "clip": self.recipe.privacy.clip,
                 "noise": self.recipe.privacy.noise,
-                **guarantee_of_run(self.recipe, self.run.path, self.run.carried),
+                **guarantee_of_run(
+                    self.recipe, self.run.experiment.algorithm.noisy_parts, self.run.path, self.run.carried
+                ),
             },
             "notes": self.notes,
         }
@@ -147,7 +150,8 @@ class _Audit:
     def _experiment(self, recipe: Recipe) -> Experiment:
         made = self.run.experiment
         example = self.federation.inputs(torch.arange(2))
-        algorithm = build_algorithm(recipe, made.model, len(self.federation), self.federation.categories, example)
+        clients, categories = len(self.federation), self.federation.categories
+        algorithm = build_algorithm(recipe, made.model, clients, categories, example, made.page)
         return replace(made, recipe=recipe, algorithm=algorithm)
 
     def _groups(self) -> list[list[int]]:
@@ -185,59 +189,76 @@ class _Audit:
                     ]
         return seen
 
+    def _field(self, tells: str) -> str | None:
+        """The name of the reply's field that tells this of a client."""
+        fields = self.run.experiment.algorithm.method.reply
+        return next((name for name, field in fields.items() if field.tells == tells), None)
+
+    def _told(self, tensors: Mapping[str, torch.Tensor], tells: str) -> torch.Tensor | None:
+        name = self._field(tells)
+        return tensors.get(name) if name else None
+
     def _seen(self, recipe: Recipe, members: list[int], sent: Message, answer: Message) -> _Seen:
         before, after = sent.tensors, answer.tensors
         moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
         n = float(answer.numbers["n"])
-        q = _array(after["q_zs"]) if "q_zs" in after else None
+        q = _maybe(self._told(after, "marginal"))
+        returned = list(self.run.experiment.algorithm.layout.unpack(after).experts)
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n, sent, None if q is None else q[held_experts(after)]),
+            steps=self._steps(recipe, n, sent, None if q is None else q[returned]),
             bias=np.sum(moved, axis=0) if moved else None,
             q=q,
-            phi=_array(after["phi"]) if "phi" in after else None,
-            phi_before=_array(before["phi"]) if "phi" in before else None,
-            shares=_array(after["c_shares"]) if "c_shares" in after else None,
+            phi=_maybe(self._told(after, "posterior")),
+            phi_before=_maybe(self._told(before, "posterior")),
+            shares=_maybe(self._told(after, "shares")),
         )
 
     def _sum_seen(self, recipe: Recipe, members: list[int], sent: Message, answers: Sequence[Message]) -> _Seen:
         """The cohort's sums as if they were one client's: mean movement, mean q, mean phi."""
         total = summed([answer.tensors for answer in answers])
         n = sum(float(answer.numbers["n"]) for answer in answers)
-        fedmix = "q_zs" in total
-        moved = [
-            -_array(total[name] / (total["q_zs"][int(name.split(".")[1])] if fedmix else n))
-            for name in self._bias_names(total)
-        ]
-        phi = sent.tensors["phi"] + total["phi"] / n if "phi" in total else None
-        q = _array(total["q_zs"] / n) if fedmix else None
+        weighed = self._told(total, "marginal")
+        moved = []
+        for name in self._bias_names(total):
+            by = n if weighed is None else weighed[int(name.split(".")[1])]
+            moved.append(-_array(total[name] / by))
+        summed_phi, before = self._told(total, "posterior"), self._told(sent.tensors, "posterior")
+        phi = None if summed_phi is None or before is None else before + summed_phi / n
+        shares = self._told(total, "shares")
+        q = None if weighed is None else _array(weighed / n)
         return _Seen(
             members=members,
             points=n,
-            steps=_steps(recipe, n / len(members), sent, q),
+            steps=self._steps(recipe, n / len(members), sent, q),
             bias=np.sum(moved, axis=0) if moved else None,
             q=q,
-            phi=None if phi is None else _array(phi),
-            phi_before=None if phi is None else _array(sent.tensors["phi"]),
-            shares=_array(total["c_shares"] / n) if "c_shares" in total else None,
+            phi=_maybe(phi),
+            phi_before=None if phi is None else _maybe(before),
+            shares=None if shares is None else _array(shares / n),
         )
 
-    def _bias_names(self, tensors: Any) -> list[str]:
+    def _bias_names(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The output layer's bias: of the shared model, or of each expert that is there."""
+        algorithm = self.run.experiment.algorithm
         bias = f"{self.run.experiment.model.output}.bias"
-        return [name for name in tensors if name == bias or (name.startswith("expert.") and name.endswith(f".{bias}"))]
+        wire = [bias] if bias in algorithm.layout.shared else []
+        if bias in algorithm.layout.expert:
+            wire = [wire_name(k, bias) for k in range(algorithm.layout.experts)]
+        return [name for name in wire if name in tensors]
 
     def _bias_is_sent(self) -> bool:
         message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
         return bool(self._bias_names(message.tensors))
 
     def _posterior_says_something(self) -> bool:
-        message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
-        if "phi" not in message.tensors:
-            if self.recipe.algorithm == "fedmix":
+        algorithm = self.run.experiment.algorithm
+        if not self._field("posterior"):
+            if self._field("marginal"):
                 self.notes["posterior"] = "phi is not sent in training"
             return False
-        if self.recipe.fedmix.experts == 1:
+        if algorithm.layout.experts == 1:
             self.notes["posterior"] = "one expert: q(z|s) is 1 whatever the labels are"
             return False
         if self.federation.side == "client":
@@ -246,6 +267,21 @@ class _Audit:
         if self.federation.side != "label":
             self.notes["posterior"] = f"c is the {self.federation.side}: what leaks is p(c|s), not p(y|s)"
         return True
+
+    def _steps(self, recipe: Recipe, points: float, sent: Message, q: Vector | None) -> float:
+        """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, how much
+        longer a method's steps are together, and that label_counts leave 1/(N_s + 1) of a step.
+
+        q: q(z|s) of the experts that came back.
+        """
+        settings = recipe.training
+        steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
+        factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
+        momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
+        scale = self.run.experiment.algorithm.method.longer_steps
+        longer = scale(q) if q is not None and scale is not None else 1.0
+        shorter = points + 1 if settings.label_counts else 1
+        return float(max(factor, 1e-12) * momentum * longer / shorter)
 
     def _judge(self, seen: Sequence[_Seen], attack: Attack, true: dict[int, Vector]) -> dict[str, Any] | None:
         """How near an attack comes to each client's truth; a sum's estimate is the same for all of its members."""
@@ -325,19 +361,8 @@ def _in_round(message: Message, t: int) -> Message:
     return Message(message.tensors, {**message.numbers, "round": t})
 
 
-def _steps(recipe: Recipe, points: float, sent: Message, q: Vector | None) -> float:
-    """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, that with
-    full_steps all experts together step 1/max q(z|s) as far, and that label_counts leave 1/(N_s + 1) of a step.
-
-    q: q(z|s) of the experts that came back.
-    """
-    settings = recipe.training
-    steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
-    factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
-    momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
-    longer = q.sum() / q.max() if q is not None and recipe.fedmix.full_steps else 1.0
-    shorter = points + 1 if settings.label_counts else 1
-    return float(max(factor, 1e-12) * momentum * longer / shorter)
+def _maybe(tensor: torch.Tensor | None) -> Vector | None:
+    return None if tensor is None else _array(tensor)
 
 
 def _array(tensor: torch.Tensor) -> Vector:

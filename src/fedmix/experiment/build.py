@@ -8,19 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedmix.algorithms.fedavg import Locality, everything_local, fedavg, named_layers, nothing_local, output_bias
-from fedmix.algorithms.fedmix import fedmix
+from fedmix.catalogue import CATALOGUE
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.method import Setup
 from fedmix.core.model import Model
-from fedmix.core.types import Algorithm
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError, one_of
 from fedmix.experiment.federate import build_federation
-from fedmix.experiment.recipe import OWN, ModelSettings, Recipe, named_object
+from fedmix.experiment.recipe import OWN, ModelSettings, Recipe, named_object, settings_from
+from fedmix.methods.page import Page
+from fedmix.methods.registry import shipped_page
 from fedmix.models.lenet5 import LeNet5
 from fedmix.models.mlp import mlp
 from fedmix.models.resnet20 import ResNet20
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "resnet20": ResNet20}
+
+
+Given = Callable[[], nn.Module] | nn.Module | None  # a model that was handed over
 
 
 @dataclass(frozen=True)
@@ -31,47 +36,69 @@ class Experiment:
     federation: Federation
     model: Model
     algorithm: Algorithm
+    page: Page
 
 
 def build(
     recipe: Recipe,
     federation: Federation | None = None,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
+    model: Given = None,
     data_dir: str | None = None,
+    page: Page | None = None,
 ) -> Experiment:
-    """The objects of a recipe; a federation or model that was handed over takes the place of the named one.
+    """The objects of a recipe; a federation, model or method that was handed over takes the place of the named one.
 
     data_dir: where data files are looked for first.
     """
     federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
     example = federation.inputs(torch.arange(2))
     built = build_model(recipe.model, example, federation.classes, model, recipe.training.precision)
-    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example)
-    return Experiment(recipe, federation, built, algorithm)
+    found = find_page(recipe.algorithm, page)
+    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, found)
+    return Experiment(recipe, federation, built, algorithm, found)
 
 
-def build_algorithm(recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor) -> Algorithm:
-    name, how = recipe.algorithm, (recipe.training, recipe.server, recipe.privacy)
-    if name == "fedmix":
-        return fedmix(model, clients, categories, recipe.rounds, recipe.fedmix, *how)
-    rules: dict[str, Callable[[], Locality]] = {
-        "fedavg": nothing_local,
-        "biased-fedavg": lambda: output_bias(model),
-        "local-global": lambda: named_layers(model, recipe.local_global, example),
-        "independent": lambda: everything_local(model),
-    }
-    return fedavg(name, rules[name](), model, recipe.rounds, *how)
+def find_page(name: str, given: Page | None = None) -> Page:
+    """A method's page: shipped, handed over, or by the name of something that can be imported."""
+    if name in CATALOGUE:
+        return shipped_page(name)
+    if name == OWN:
+        if given is None:
+            raise SettingError(
+                "this run's method was handed over in Python; hand it over again: algorithm=..., as in "
+                "fedmix.load(RUN, algorithm=...)."
+            )
+        return given
+    found = named_object(name, "algorithm")
+    if not isinstance(found, Page):
+        raise SettingError(f"algorithm must name a fedmix.methods.Page. {name!r} is a {type(found).__name__}.")
+    return found
+
+
+def build_algorithm(
+    recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor, page: Page
+) -> Algorithm:
+    settings = recipe.method_settings
+    if isinstance(settings, dict):
+        settings = settings_from(page.settings, settings, "own")
+        page.check(settings, recipe.server, recipe.privacy)
+    setup = Setup(model, clients, categories, recipe.rounds, recipe.training, recipe.server, recipe.privacy, example)
+    return Algorithm(page.title, setup, page.build(setup, settings), recipe.seed)
 
 
 def build_model(
     settings: ModelSettings,
     example: Tensor,
     classes: int,
-    given: Callable[[], nn.Module] | nn.Module | None = None,
+    given: Given = None,
     precision: str = "float32",
 ) -> Model:
-    if given is not None:
-        factory = partial(_fresh_copy, given) if isinstance(given, nn.Module) else given
+    if isinstance(given, nn.Module):
+        factory: Callable[[], nn.Module] = partial(
+            _copy_of if start_of(given, settings) == "given" else _fresh_copy, given
+        )
+    elif given is not None:
+        factory = given
     elif settings.name in MODELS:
         factory = _named_model(settings, tuple(example.shape[1:]), classes)
     elif settings.name == OWN:
@@ -96,6 +123,18 @@ def _named_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) 
             f"model.name = {settings.name!r} needs images [channels, height, width] of 16 pixels or more. Got {list(shape)}."
         )
     return partial(MODELS[settings.name], shape, classes, **given)
+
+
+def start_of(module: nn.Module, settings: ModelSettings) -> str:
+    """Whether a module that was handed over brings its weights along. Whoever freezes some has trained them before."""
+    frozen = any(not value.requires_grad for value in module.parameters())
+    return settings.start or ("given" if frozen else "random")
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(module)
 
 
 def _fresh_copy(module: nn.Module) -> nn.Module:

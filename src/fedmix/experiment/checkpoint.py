@@ -10,6 +10,7 @@ A checkpoint exists once its folder has its final name, which is the last thing 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from fedmix.core.tree import Params, flatten, unflatten
-from fedmix.core.types import State
+from fedmix.core.server import State
+from fedmix.core.tree import Params, flatten
 from fedmix.engines.store import SiteStore, Store
 from fedmix.errors import ClientError, RunError
 from fedmix.experiment.files import digest, write_json, write_tensors
@@ -46,7 +47,7 @@ class Checkpoints:
         clients = self.folder / "clients"
         clients.mkdir(parents=True, exist_ok=True)
         for client in store.take_changed():
-            private = store.get(client, {})
+            private = store.get(client)
             if private:
                 file = f"{client}-{state.round:06d}.safetensors"
                 self._files[str(client)] = [file, write_tensors(clients / file, private)]
@@ -84,12 +85,15 @@ class Checkpoints:
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("round-*"))
 
-    def load_last(self, template: State) -> Checkpoint | None:
-        """The newest checkpoint, verified; None if there is none. A damaged one is refused, and nothing is touched."""
-        names = self.names()
-        return self._load(names[-1], template) if names else None
+    def load_last(self, state_from: Callable[[Params], State]) -> Checkpoint | None:
+        """The newest checkpoint, verified; None if there is none. A damaged one is refused, and nothing is touched.
 
-    def _load(self, name: str, template: State) -> Checkpoint:
+        state_from: the server's state from its tensors.
+        """
+        names = self.names()
+        return self._load(names[-1], state_from) if names else None
+
+    def _load(self, name: str, state_from: Callable[[Params], State]) -> Checkpoint:
         folder = self.folder / name
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
@@ -104,7 +108,7 @@ class Checkpoints:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
             raise RunError(f"checkpoint {folder} must be whole. It is damaged ({reason}); {remedy}.") from error
         try:
-            state = unflatten(template, flat)
+            state = state_from(flat)
         except (KeyError, ValueError) as error:
             raise RunError(
                 f"checkpoint {folder} is of another model or federation ({error}); go on with the one that it was trained with."
@@ -120,7 +124,7 @@ def private_states(path: Path, found: Checkpoint) -> dict[int, Params]:
         return found.clients
     store = SiteStore(path / "clients")
     try:
-        return {int(s): store.get(int(s), int(t), {}) for s, t in found.carried["engine"].items()}
+        return {int(s): store.get(int(s), int(t)) or {} for s, t in found.carried["engine"].items()}
     except ClientError as error:
         raise RunError(f"{path}: private states are with the clients, where the run was trained ({error}).") from error
 

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmix.core.algorithm import Algorithm
 from fedmix.core.score import LOWER_IS_BETTER, MEASURES, score
+from fedmix.core.server import State
 from fedmix.core.tree import nbytes
-from fedmix.core.types import Algorithm, Message, Private, State
+from fedmix.core.types import Message, Private
 from fedmix.data.federation import Federation
 from fedmix.engines.client import CHUNK, Absent, Task
 from fedmix.engines.store import Store
@@ -39,6 +41,12 @@ class Scores:
             return {"mean": None, "std": None, "worst_decile": None}
         worst = worst_decile(values, measure in LOWER_IS_BETTER)
         return {"mean": float(np.mean(values)), "std": float(np.std(values)), "worst_decile": worst}
+
+    def mean_over_points(self, measure: str) -> float | None:
+        """Over all points alike, whoever they belong to; None where clients do not tell it."""
+        told = [numbers for numbers in self.of.values() if measure in numbers]
+        points = sum(numbers["points"] for numbers in told)
+        return sum(numbers["points"] * numbers[measure] for numbers in told) / points if points else None
 
     def summaries(self) -> dict[str, dict[str, float | None]]:
         return {measure: self.summary(measure) for measure in MEASURES}
@@ -100,7 +108,7 @@ def for_anyone(
     algorithm: Algorithm, counts: Sequence[Sequence[int]], log_prob: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
     """Predictions for somebody who may have anybody's labels: p(y) is put back where training left it out."""
-    if algorithm.counted is None:
+    if not algorithm.counts_labels:
         return log_prob
     log_p_y = label_shares(counts).log()
     return lambda x: torch.log_softmax(log_prob(x).to(torch.float64) + log_p_y, dim=1)

@@ -34,13 +34,7 @@ QUICK = 10_000_000  # numbers in the clients' training inputs: minutes of traini
 AT_ONCE = 10  # clients that train a density between two looks at the clock
 Watch = Callable[[str, int, int], None]  # (what is being done, how much of it is done, of how much)
 
-AVERAGED = {
-    "fedmix": "gates averaged with p(s)",
-    "fedavg": "one model for all",
-    "biased-fedavg": "biases averaged",
-    "local-global": "representations averaged",
-    "independent": "logits averaged",
-}
+ONE_MODEL = "one model for all"  # what averaging is, where nothing is private
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class _Evaluation:
         held_out = self.federation.held_out
         with self._engine(self.federation) as engine:
             mine = self._taking_part(engine)
-            densities = self._densities(engine) if self.crowd and self.algorithm.distil else None
+            densities = self._densities(engine) if self.crowd and self.algorithm.distils else None
         union = self._without_identity(self.federation, self.chosen, "global")
         with_labels = None
         if held_out is None:
@@ -114,6 +108,7 @@ class _Evaluation:
                 "held_out": 0 if held_out is None else len(held_out),
                 "evaluated": len(who),
                 "private": bool(self.algorithm.new_client(self.recipe.seed)),
+                "adapts": self.algorithm.method.adapts,
                 "labelled": with_labels,
                 "unlabelled": unlabelled,
             },
@@ -152,7 +147,7 @@ class _Evaluation:
             return {}
         classes = federation.classes
         p_y = torch.full((classes,), 1 / classes, dtype=torch.float64)
-        if self.algorithm.counted is None:  # else what is shared has learnt labels in equal shares
+        if not self.algorithm.counts_labels:  # else what is shared has learnt labels in equal shares
             p_y = evaluate.label_shares(self.everybodys_labels)
         found = {}
         for s in clients:
@@ -176,18 +171,18 @@ class _Evaluation:
             rows["averaged"] = self._row(
                 federation,
                 clients,
-                AVERAGED[self.recipe.algorithm],
+                anonymous.what if (anonymous := self.algorithm.method.anonymous) else ONE_MODEL,
                 lambda x: self.algorithm.predict_anonymous(self.message, crowd.privates, crowd.log_p_s, x),
                 crowd.nbytes,
                 crowd.nbytes,
             )
-        if self.algorithm.distil:
+        if self.algorithm.distils:
             alone = self.algorithm.new_client(self.recipe.seed)  # a gate that knows nothing: 1/K
             rows["uniform"] = self._row(
                 federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, alone, x)
             )
         shared = from_shared(self.algorithm, self.message, federation.side)
-        if shared and self.algorithm.pool:
+        if shared and self.algorithm.pools:
             rows["pooled"] = self._row(federation, clients, "experts pooled, q(z|y) divided out", shared)
         return rows
 
@@ -263,7 +258,7 @@ class _Evaluation:
     def _cleverer(self, new: Federation, who: Sequence[int], densities: Sequence[Message] | None) -> dict[str, Any]:
         """p(s|x) in place of p(s), and one gate in place of all."""
         crowd = self.crowd
-        if not self.algorithm.distil:
+        if not self.algorithm.distils:
             return {}
         if crowd is None:
             self.notes["generative"] = self.notes["distilled"] = evaluate.NOT_SHARED

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fedmix.algorithms.settings import ServerSettings
 from fedmix.core import guard
-from fedmix.core.types import Algorithm, Diagnosis, Message, Refusal, Reply, State
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.server import State
+from fedmix.core.settings import ServerSettings
+from fedmix.core.types import Diagnosis, Message, Refusal, Reply
 from fedmix.engines.client import Absent, Task
 from fedmix.engines.store import Store
 from fedmix.errors import RunError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedmix.algorithms.fedmix import POSTERIOR
+from fedmix.core.algorithm import Algorithm
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
 from fedmix.engines.client import one_thread
@@ -60,7 +60,7 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     cohort = min(recipe.clients_per_round or len(federation), len(federation))
     points = sum(federation.size(s) for s in range(len(federation))) / len(federation)
     steps = math.ceil(points / recipe.training.batch_size) * recipe.training.epochs
-    down, up = _split_bytes(message.tensors, experiment), _split_bytes(trial.reply.tensors, experiment)
+    down, up = (_split_bytes(tensors, algorithm) for tensors in (message.tensors, trial.reply.tensors))
     weights, posterior = (down[i] + up[i] for i in (0, 1))
     side_by_side = min(workers or cores(), cohort)
     round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
@@ -68,13 +68,15 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
         "recipe": recipe.name,
         "scale": recipe.scale,
         "algorithm": recipe.algorithm,
+        "title": experiment.page.title,
         "rounds": recipe.rounds,
         "clients": len(federation),
         "clients_per_round": cohort,
         "points_per_client": points,
         "steps_per_client": steps,
         "parameters": experiment.model.parameters,
-        "parameters_shared": sum(w.numel() for expert in algorithm.experts(state) for w in expert.values()),
+        "parameters_shared": sum(w.numel() for own in (state.shared, *state.experts) for w in own.values()),
+        "parameters_frozen": sum(w.numel() for w in algorithm.client.frozen.values()),
         "parameters_private": sum(w.numel() for w in algorithm.new_client(recipe.seed).values()),
         "bytes": {
             "weights_per_round": weights * cohort,
@@ -96,10 +98,9 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     }
 
 
-def _split_bytes(tensors: Mapping[str, Tensor], experiment: Experiment) -> tuple[int, int]:
-    """Bytes of weights, and of phi and q(z|s)."""
-    own = dict(experiment.model.module.named_parameters())
-    beside = {name: value for name, value in tensors.items() if name in POSTERIOR and name not in own}
+def _split_bytes(tensors: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[int, int]:
+    """Bytes of weights, and of what a method sends beside them (for FedMix: phi and q(z|s))."""
+    beside = algorithm.layout.unpack(tensors).beside
     return nbytes(tensors) - nbytes(beside), nbytes(beside)
 
 

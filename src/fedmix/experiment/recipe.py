@@ -14,16 +14,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from fedmix.algorithms import METHODS
-from fedmix.algorithms.settings import (
-    ClientSettings,
-    FedmixSettings,
-    LocalGlobalSettings,
-    PrivacySettings,
-    ServerSettings,
-    require,
-)
+from fedmix.catalogue import CATALOGUE, SECTIONS
+from fedmix.core.settings import ClientSettings, PrivacySettings, ServerSettings, require
 from fedmix.errors import SettingError, one_of
+from fedmix.methods.registry import settings_of_section, shipped_page
 
 SPLITS = ("iid", "hsu", "dirichlet", "shards", "pachinko", "by-writer", "by-client")
 NATURAL = ("by-writer", "by-client")  # points belong to somebody already; the two names mean the same
@@ -84,12 +78,15 @@ class ModelSettings:
 
     name: str = "mlp"
     output: str = "out"  # the output layer; the gate looks at its input
+    start: str = ""  # weights of a module that was handed over: "given" keeps them, "random" draws new ones
     hidden: list[int] = field(default_factory=list)  # widths; none: the model's own (mlp 64, lenet5 512)
     channels: list[int] = field(default_factory=list)  # none: the model's own (lenet5 32, 64; resnet20 16)
     dropout: list[float] = field(default_factory=list)  # mlp: after each hidden layer; lenet5: after conv2 and fc
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a model of one's own
 
     def __post_init__(self) -> None:
+        if self.start not in ("", "given", "random"):
+            raise SettingError(one_of("model.start", self.start, ("given", "random")))
         for name in ("hidden", "channels"):
             require(
                 all(w >= 1 for w in getattr(self, name)), f"model.{name}", "widths of 1 or more", getattr(self, name)
@@ -152,25 +149,44 @@ class Recipe:
     training: ClientSettings = field(default_factory=ClientSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
-    fedmix: FedmixSettings = field(default_factory=FedmixSettings)
-    local_global: LocalGlobalSettings = field(default_factory=LocalGlobalSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    own: dict[str, Any] = field(default_factory=dict)  # settings of a method of one's own (algorithm = "module:name")
+    sections: dict[str, Any] = field(default_factory=dict)  # settings of shipped methods, each in its own section
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and not set(self.name) & set("/\\") and self.name.strip(". ")
         require(bool(plain), "name", "printable text without / and \\: folders are named after it", self.name)
-        if self.algorithm not in METHODS:
-            raise SettingError(one_of("algorithm", self.algorithm, METHODS))
+        if not is_method(self.algorithm):
+            raise SettingError(one_of("algorithm", self.algorithm, [*CATALOGUE, "package.module:name"]))
         require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
         require(self.seed >= 0, "seed", "0 or more", self.seed)
         require(self.clients_per_round >= 0, "clients_per_round", "1 or more, or 0 for all", self.clients_per_round)
-        if self.privacy.noise and self.algorithm == "fedmix":
-            must = "0 with privacy.noise: which experts come back would tell what the noise is to hide"
-            require(self.fedmix.eta == 0, "fedmix.eta", must, self.fedmix.eta)
-        if self.server.aggregation == "linear":
-            must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
-            require(self.algorithm != "fedmix" or self.fedmix.eta == 0, "fedmix.eta", must, self.fedmix.eta)
+        if self.algorithm in CATALOGUE:
+            require(not self.own, "own", "empty: it has the settings of a method of one's own", self.own)
+            shipped_page(self.algorithm).check(self.method_settings, self.server, self.privacy)
+
+    @property
+    def method_settings(self) -> Any:
+        """Of the method that this recipe trains; a method of the user's own has a table of them."""
+        if self.algorithm not in CATALOGUE:
+            return self.own
+        section = CATALOGUE[self.algorithm].section
+        return getattr(self, section) if section else shipped_page(self.algorithm).settings()
+
+    def __getattr__(self, name: str) -> Any:
+        """Settings of a shipped method by the name of its section: recipe.fedmix."""
+        if name not in SECTIONS:
+            raise AttributeError(f"a recipe has no {name!r}")
+        given = self.__dict__.get("sections", {})
+        return given[name] if name in given else settings_of_section(name)()
+
+
+def is_method(name: str) -> bool:
+    """A shipped method, one that can be imported, or one that was handed over in Python."""
+    module, colon, attribute = name.partition(":")
+    importable = bool(colon) and all(part.isidentifier() for part in [*module.split("."), attribute])
+    return name in CATALOGUE or importable or name == OWN
 
 
 def shipped() -> list[str]:
@@ -188,6 +204,7 @@ def read_recipe(
     elif name in shipped():
         text = (files("fedmix.recipes") / f"{name}.toml").read_text()
     elif Path(name).is_file():
+        importable_from(Path(name).resolve().parent)
         try:
             text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -213,6 +230,7 @@ def make_recipe(
     A recipe's exceptions are taken in this order, a later one over an earlier: [scales.X] of the scale that is asked for,
     [sides.X] of the side information that is used, [methods.X] of the method; then the changes.
     """
+    table = dict(table)  # the caller's stays as it is
     scales, sides, methods = _exceptions(table)
     changes = changes or {}
     if "scale" in changes:
@@ -239,11 +257,12 @@ def _exceptions(table: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(table.get("data", {}), dict):
         raise SettingError(f"data must be a table of settings. Got {table['data']!r} instead.")
     taken: list[dict[str, Any]] = [table.pop(kind, {}) for kind in ("scales", "sides", "methods")]
-    for kind, tables, known in zip(("scales", "sides", "methods"), taken, (None, SIDES, METHODS), strict=True):
+    for kind, tables, known in zip(("scales", "sides", "methods"), taken, (None, SIDES, CATALOGUE), strict=True):
         if not isinstance(tables, dict) or not all(isinstance(settings, dict) for settings in tables.values()):
             raise SettingError(f"{kind} must be tables [{kind}.X]. Got {tables!r} instead.")
         for name, settings in tables.items():
-            if known is not None and name not in known:
+            own = kind == "methods" and is_method(name)
+            if known is not None and name not in known and not own:
                 raise SettingError(one_of(f"a table [{kind}.X]", name, known))
             settings_from(Recipe, _merge(table, settings))
     return taken
@@ -287,10 +306,15 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def settings_table(settings: Any) -> dict[str, Any]:
-    return {
-        f.name: settings_table(value) if is_dataclass(value := getattr(settings, f.name)) else value
-        for f in fields(settings)
-    }
+    """Settings as nested tables; the sections of a recipe's methods beside its others."""
+    table: dict[str, Any] = {}
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if isinstance(settings, Recipe) and f.name == "sections":
+            table |= {section: settings_table(own) for section, own in value.items()}
+        elif not isinstance(settings, Recipe) or f.name != "own" or value:
+            table[f.name] = settings_table(value) if is_dataclass(value) else value
+    return table
 
 
 def settings_from(kind: type[T], table: Any, where: str = "") -> T:
@@ -298,15 +322,34 @@ def settings_from(kind: type[T], table: Any, where: str = "") -> T:
     if not isinstance(table, dict):
         raise SettingError(f"{where or 'a recipe'} must be a table of settings. Got {table!r} instead.")
     types = get_type_hints(kind)
-    values = {}
+    sections: dict[str, Any] = {}
+    if kind is Recipe:
+        types.pop("sections")
+        sections = {name: settings_of_section(name) for name in SECTIONS}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         label = f"{where}.{key}" if where else key
-        if key not in types:
-            raise SettingError(one_of(f"a setting{f' of [{where}]' if where else ''}", key, types))
-        values[key] = (
-            settings_from(types[key], value, label) if is_dataclass(types[key]) else typed(types[key], value, label)
-        )
+        if key in sections:
+            values.setdefault("sections", {})[key] = settings_from(sections[key], value, label)
+        elif key not in types:
+            known = [*types, *sections]
+            raise SettingError(one_of(f"a setting{f' of [{where}]' if where else ''}", key, known))
+        elif is_dataclass(types[key]):
+            values[key] = settings_from(types[key], value, label)
+        else:
+            values[key] = typed(types[key], value, label)
+    if kind is Recipe:
+        values["sections"] = _with_own_section(values)
     return kind(**values)
+
+
+def _with_own_section(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections that a recipe gives, and that of its method, with defaults where it says nothing."""
+    sections: dict[str, Any] = dict(values.get("sections", {}))
+    listed = CATALOGUE.get(values.get("algorithm", Recipe.algorithm))
+    if listed and listed.section:
+        sections.setdefault(listed.section, settings_of_section(listed.section)())
+    return sections
 
 
 def typed(kind: Any, value: Any, label: str) -> Any:
@@ -346,11 +389,27 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+_beside: list[str] = []  # folders of recipes: what they name may lie there
+
+
+def importable_from(folder: Path) -> None:
+    """What lies in this folder can be named in recipes; installed packages come first."""
+    if str(folder) not in _beside:
+        _beside.append(str(folder))
+
+
+def folders_beside() -> list[str]:
+    """Where named objects may lie, for processes that must find them too."""
+    return list(_beside)
+
+
 def named_object(name: str, setting: str) -> Any:
-    """The object that `package.module:name` stands for."""
+    """The object that `package.module:name` stands for: in an installed package, in the current folder, or beside a recipe."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a file beside the recipe; installed packages come first
+    for folder in (str(Path.cwd()), *_beside):
+        there = folder in sys.path or (folder == str(Path.cwd()) and "" in sys.path)
+        if not there:
+            sys.path.append(folder)
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

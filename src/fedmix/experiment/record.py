@@ -8,23 +8,26 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedmix.catalogue import CATALOGUE, SECTIONS, Listed
 from fedmix.data.federation import PARTS, Federation
 from fedmix.errors import RunError
 from fedmix.experiment.files import write_bytes, write_json
 from fedmix.experiment.recipe import Recipe, dump_recipe, read_recipe, settings_table
 from fedmix.experiment.releases import NAME as RELEASES
 
+SCHEMA = 2  # of run directories; 1: those without a run.json
+NO_METHOD = Listed("", "", "")
 FAILURE = "failure.json"  # why a run that was submitted to a server did not end
 LOGGED = "logged.json"  # how far the tools of --log have got
 TOOL_FOLDERS = ("tensorboard", "wandb")
 AFTERWARDS = ("evaluation.json", "new-clients.png", "audit.json", "audit.png")  # of evaluate and audit
 FILES = {
     "recipe.toml",
+    "run.json",
     "environment.json",
     "federation.json",
     "metrics.jsonl",
@@ -107,11 +110,18 @@ class RunDirectory:
     def _check_same(self, recipe: Recipe) -> None:
         before = flat_settings(read_recipe(str(self.path)))
         now = flat_settings(recipe)
-        differ = [key for key in now if now[key] != before[key] and key not in ("rounds", "name", "description")]
+        others = {section for section in SECTIONS if section != CATALOGUE.get(recipe.algorithm, NO_METHOD).section}
+        differ = [
+            key
+            for key in now
+            if now[key] != before.get(key)
+            and key not in ("rounds", "name", "description")
+            and key.split(".")[0] not in others
+        ]
         if differ:
             key = differ[0]
             raise RunError(
-                f"a run must be resumed with its own settings. {key} was {before[key]!r}, now it is {now[key]!r}; "
+                f"a run must be resumed with its own settings. {key} was {before.get(key)!r}, now it is {now[key]!r}; "
                 f"leave it as it was, or choose another --out."
             )
         reached = max(
@@ -129,6 +139,11 @@ class RunDirectory:
     def describe_recipe(self, recipe: Recipe) -> None:
         """recipe.toml: the effective settings. Written once nothing can be refused any more."""
         write_bytes(self.path / "recipe.toml", dump_recipe(recipe).encode())
+
+    def describe_run(self, title: str, algorithm: str, structure: str) -> None:
+        """run.json: the version of these files, what the method is called, and what the model is made of."""
+        about = {"schema": SCHEMA, "algorithm": algorithm, "title": title, "model": structure}
+        write_json(self.path / "run.json", about)
 
     def describe_environment(self, engine: str, workers: int, device: str, seed: int) -> None:
         """environment.json: versions, machine, and each session's command and source."""
@@ -223,6 +238,24 @@ def describe_federation(federation: Federation) -> dict[str, Any]:
     }
 
 
+def read_run(path: Path) -> dict[str, Any]:
+    """run.json of a run directory; of an older one, which has none, what can be said of it."""
+    file = path / "run.json"
+    if not file.exists():
+        return {"schema": 1}
+    try:
+        about: dict[str, Any] = json.loads(file.read_text())
+        schema = int(about["schema"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} must describe the run. It is damaged ({type(error).__name__}).") from error
+    if schema > SCHEMA:
+        raise RunError(
+            f"{path} must be of a version that this fedmix knows. Its files are of schema {schema}, and this fedmix "
+            f"knows up to {SCHEMA}; use a newer fedmix."
+        )
+    return about
+
+
 def run_recipe(path: Path) -> Recipe:
     """The recipe of a run directory."""
     for name in ("recipe.toml", "federation.json"):
@@ -246,7 +279,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings_table(recipe).items():
-        if isinstance(value, dict) and key in {f.name for f in fields(Recipe)}:
+        if isinstance(value, dict):
             flat |= {f"{key}.{inner}": v for inner, v in value.items()}
         else:
             flat[key] = value

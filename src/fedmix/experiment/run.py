@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fedmix.core.score import MEASURES
+from fedmix.core.server import State
 from fedmix.core.tree import Params
-from fedmix.core.types import State
+from fedmix.engines.client import BOUND
 from fedmix.engines.flower import FlowerEngine, flwr, nodes_of, simulate
 from fedmix.engines.local import LocalEngine, cores
 from fedmix.engines.serial import SerialEngine
@@ -24,7 +25,7 @@ from fedmix.experiment.accounting import RELEASES, accountant_or_complain, guara
 from fedmix.experiment.build import Experiment
 from fedmix.experiment.checkpoint import Checkpoint, Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
-from fedmix.experiment.recipe import OWN, dump_recipe, read_recipe
+from fedmix.experiment.recipe import OWN, dump_recipe, folders_beside, read_recipe
 from fedmix.experiment.record import RunDirectory
 from fedmix.experiment.releases import FIRST, Releases
 from fedmix.experiment.trained import load
@@ -59,10 +60,12 @@ class Stopped(Exception):
 
 
 def _other_runs_experts(experiment: Experiment) -> tuple[Params, ...]:
-    """The experts of the run that the recipe names; a model that was handed over in Python is the same one there."""
+    """The models of the run that the recipe names; a model or method that was handed over in Python is the same one there."""
     path = experiment.recipe.warm_start
-    own = (Path(path) / "recipe.toml").is_file() and read_recipe(path).model.name == OWN
-    return load(path, experiment.model.build if own else None).experts
+    other = read_recipe(path) if (Path(path) / "recipe.toml").is_file() else None
+    model = experiment.model.build if other and other.model.name == OWN else None
+    page = experiment.page if other and other.algorithm == OWN else None
+    return load(path, model, page).experts
 
 
 def check(
@@ -83,10 +86,11 @@ def check(
         flwr()
         if device != "cpu":
             raise SettingError(f"--device must be cpu with --engine flower. Got {device!r} instead.")
-        if OWN in (experiment.recipe.data.source, experiment.recipe.model.name):
+        recipe = experiment.recipe
+        if OWN in (recipe.data.source, recipe.model.name, recipe.algorithm):
             raise SettingError(
-                "--engine flower needs data and a model that a recipe can name (package.module:name, files): its clients are "
-                "other processes, which cannot have what was handed over in Python."
+                "--engine flower needs data, a model and a method that a recipe can name (package.module:name, files): its "
+                "clients are other processes, which cannot have what was handed over in Python."
             )
     if workers is not None and workers < 1:
         raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
@@ -143,7 +147,12 @@ def run(
     def simulated(going: _Going) -> dict[str, Any]:
         nodes = workers or cores()
         folder = str(going.clients_folder.resolve())
-        about = {"recipe": dump_recipe(experiment.recipe), "folder": folder, "data_dir": data_dir}
+        about = {
+            "recipe": dump_recipe(experiment.recipe),
+            "folder": folder,
+            "data_dir": data_dir,
+            "beside": folders_beside(),
+        }
         ended: list[dict[str, Any]] = []
 
         def serve(grid: Any) -> None:
@@ -172,7 +181,7 @@ def _run(
     """elsewhere: clients keep their private states themselves."""
     recipe = experiment.recipe
     checkpoints = Checkpoints(directory.path / "checkpoints", recipe.checkpoint.keep)
-    found = checkpoints.load_last(experiment.algorithm.init(recipe.seed))
+    found = checkpoints.load_last(experiment.algorithm.state_from)
     done = directory.summary()
     if found and done and found.round == recipe.rounds == done["rounds"]:
         return done
@@ -181,6 +190,7 @@ def _run(
         raise RunError(f"{directory.path} must go on {words}: its clients' private states are where it was trained.")
     directory.describe_federation(experiment.federation)
     directory.describe_recipe(recipe)
+    directory.describe_run(experiment.page.title, recipe.algorithm, experiment.model.structure)
     directory.go_on()
     directory.cut_metrics(found.round if found else 0)
     with _deferred_signals() as asked_to_stop:
@@ -297,6 +307,8 @@ def _metrics(experiment: Experiment, engine: Engine, step: Round, proxy: dict[st
             "server": server.summary(),
             "global": whole.accuracy,
         }
+        if (bound := server.mean_over_points(BOUND)) is not None:
+            line["bound"] = bound  # of validation points, with the server's weights
         line["bytes_evaluation"] = whole.bytes
         line["seconds_evaluation"] = round(time.perf_counter() - began, 4)
         line |= algorithm.describe(step.state)
@@ -317,6 +329,7 @@ def summarise(
     described = algorithm.describe(state)
     summary: dict[str, Any] = {
         "algorithm": recipe.algorithm,
+        "title": experiment.page.title,
         "recipe": recipe.name,
         "scale": recipe.scale,
         "rounds": recipe.rounds,
@@ -340,7 +353,7 @@ def summarise(
     if recipe.privacy.noise:
         summary["privacy"] = {
             "noise": recipe.privacy.noise,
-            **guarantee_of_run(recipe, directory.path, carried),
+            **guarantee_of_run(recipe, algorithm.noisy_parts, directory.path, carried),
         }
     if whole.why:
         summary["notes"] = {"accuracy.global": whole.why}

@@ -4,44 +4,56 @@ A run directory is enough; the data is not needed.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedmix.algorithms.common import OwnLabels
-from fedmix.algorithms.fedmix import held_experts
-from fedmix.core.mixture import Mixture
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.mixture import ClientModule
 from fedmix.core.model import Model
-from fedmix.core.tree import Params, subtree
-from fedmix.core.types import Algorithm
+from fedmix.core.tree import Params
 from fedmix.data.federation import client_number, normalised
 from fedmix.engines.client import from_shared, predict
 from fedmix.errors import RunError
-from fedmix.experiment.build import build_algorithm, build_model
+from fedmix.experiment.build import Given, build_algorithm, build_model, find_page
 from fedmix.experiment.checkpoint import Checkpoints, private_states
 from fedmix.experiment.evaluate import for_anyone
 from fedmix.experiment.recipe import Recipe
-from fedmix.experiment.record import read_metrics, run_recipe
+from fedmix.experiment.record import read_metrics, read_run, run_recipe
+from fedmix.methods.page import Page
 
 
 def revive(
-    recipe: Recipe, about: Mapping[str, Any], model: Callable[[], nn.Module] | nn.Module | None = None
+    recipe: Recipe, about: Mapping[str, Any], model: Given = None, page: Page | None = None
 ) -> tuple[Model, Algorithm]:
     """Model and method of a run, from its recipe and what federation.json says of its data."""
     example = torch.zeros(2, *about["input"])
     built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision)
-    return built, build_algorithm(recipe, built, len(about["clients"]), about["categories"], example)
+    found = find_page(recipe.algorithm, page)
+    return built, build_algorithm(recipe, built, len(about["clients"]), about["categories"], example, found)
+
+
+def refuse_another_model(path: Path, about: Mapping[str, Any], model: Model) -> None:
+    """A run is looked at with the model that it was trained with, layer by layer. about: run.json."""
+    before, now = str(about.get("model", model.structure)).splitlines(), model.structure.splitlines()
+    if before != now:
+        lines = [pair for pair in zip_longest(before, now, fillvalue="nothing") if pair[0] != pair[1]]
+        raise RunError(
+            f"{path} must be loaded with the model that it was trained with. It had {lines[0][0].strip()!r} where this "
+            f"one has {lines[0][1].strip()!r}."
+        )
 
 
 class TrainedRun:
     """A run directory brought back to life, at its last checkpoint."""
 
-    def __init__(self, path: Path, recipe: Recipe, model: Callable[[], nn.Module] | nn.Module | None) -> None:
+    def __init__(self, path: Path, recipe: Recipe, model: Given, page: Page | None = None) -> None:
         self.path = path
         self.recipe = recipe
         about = json.loads((path / "federation.json").read_text())
@@ -50,9 +62,10 @@ class TrainedRun:
         self._mean, self._std = about["mean"], about["std"]
         self._side = about["side"]
         self._label_counts: list[list[int]] | None = about.get("label_counts")  # None: the sites' own affair
-        self._model, self._algorithm = revive(recipe, about, model)
+        self._model, self._algorithm = revive(recipe, about, model, page)
+        refuse_another_model(path, read_run(path), self._model)
         checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
-        found = checkpoints.load_last(self._algorithm.init(recipe.seed))
+        found = checkpoints.load_last(self._algorithm.state_from)
         if found is None:
             raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
         self.round = found.round
@@ -125,8 +138,8 @@ class TrainedClient:
     def _new(self, number: int) -> Params:
         """Before any training: what every client starts from, and its own label counts where the run knows them."""
         algorithm, counts = self._run._algorithm, self._run._label_counts
-        private = algorithm.new_client(self._run.recipe.seed)
-        if algorithm.counted is None or counts is None:
+        private = algorithm.new_client(self._run.recipe.seed, number)
+        if not algorithm.counts_labels or counts is None:
             return private
         return algorithm.counted(
             private, torch.arange(len(counts[number])).repeat_interleave(torch.tensor(counts[number]))
@@ -145,23 +158,15 @@ class TrainedClient:
         with torch.no_grad():
             return self.module().expert_weights(self._run._inputs(x))
 
-    def module(self) -> Mixture:
+    def module(self) -> ClientModule:
         """The client's whole predictor as one `nn.Module` that gives log p(y|x,s); `torch.export` takes it.
 
         It takes what the model takes: images of bytes must be normalised before.
         """
-        gate = subtree(self._private, "gate")
-        tensors = self._message.tensors
-        labels = self._private.get(OwnLabels.NAME)
-        if self._run.recipe.algorithm != "fedmix":
-            weights = self._run._algorithm.hand_over(self._private)
-            return Mixture(self._run._model, [{**tensors, **weights}], None, labels).eval()
-        held = held_experts(tensors)
-        theta = {"pi": gate["pi"][held], "A": gate["A"][:, held], "b": gate["b"][held]}
-        return Mixture(self._run._model, [subtree(tensors, f"expert.{k}") for k in held], theta, labels).eval()
+        return ClientModule(self._run._algorithm, self._message, self._private).eval()
 
 
-def load(run: str | Path, model: Callable[[], nn.Module] | nn.Module | None = None) -> TrainedRun:
-    """The models of a run directory. `model`: needed again where it was handed over in Python."""
+def load(run: str | Path, model: Given = None, algorithm: Page | None = None) -> TrainedRun:
+    """The models of a run directory. `model`, `algorithm`: needed again where they were handed over in Python."""
     path = Path(run)
-    return TrainedRun(path, run_recipe(path), model)
+    return TrainedRun(path, run_recipe(path), model, algorithm)

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, how_much, noise_words
+from fedmix.report.text import how_much, noise_words, title_of
 
 WHAT = {
     "bias_single_step": "output bias, one full-batch step",
@@ -31,7 +31,7 @@ COLOURS = {
 def audit_table(result: Mapping[str, Any]) -> RenderableType:
     """One row for each attack: how far its estimate of a client's marginal is from the truth."""
     table = Table(
-        title=Text(f"{result['recipe']}, {NAMES[result['algorithm']]}: what the server can learn of clients' labels"),
+        title=Text(f"{result['recipe']}, {title_of(result)}: what the server can learn of clients' labels"),
         caption=Text(_caption(result)),
         caption_justify="left",
     )
@@ -122,5 +122,5 @@ def draw_audit(result: Mapping[str, Any], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     more = f", {len(names)} of {len(result['names'])} clients" if len(result["names"]) > len(names) else ""
     what = "true and reconstructed" if attacks else "which no attack applies to"
-    figure.suptitle(f"{result['recipe']}, {NAMES[result['algorithm']]}: label marginals, {what}{more}")
+    figure.suptitle(f"{result['recipe']}, {title_of(result)}: label marginals, {what}{more}")
     figure.savefig(path, dpi=120)

@@ -8,14 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import NAMES, WITH_LABELS, how_much, size
+from fedmix.report.text import WITH_LABELS, how_much, size, title_of
 
 COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
 
 
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """One row for each kind of inference: who predicts, and how."""
-    name = NAMES[result["algorithm"]]
+    name = title_of(result)
     unfinished = "" if result["round"] == result["rounds"] else f", round {result['round']} of {result['rounds']}"
     table = Table(
         title=Text(f"{result['recipe']}, {name}, seed {result['seed']}{unfinished}: every kind of inference"),
@@ -32,7 +32,7 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "", "") for kind in mine])
     _add(table, [("global", *_anonymous(row)) for row in result["global"].values() if row])
     new = result["new_clients"]
-    _add(table, _labelled(new, result["algorithm"]))
+    _add(table, _labelled(new))
     shown = {} if new["held_out"] else result["global"]  # the same points: not twice
     _add(
         table,
@@ -58,10 +58,8 @@ def _anonymous(row: Mapping[str, Any]) -> tuple[str, list[str], str, str]:
     return row["what"], _of_union(row), size(row["bytes_from_clients"]), size(row["bytes_to_new_client"])
 
 
-def _labelled(new: Mapping[str, Any], algorithm: str) -> list[Row]:
-    private = "gate alone" if algorithm == "fedmix" else WITH_LABELS["private_parts"]
-    if not new.get("private", algorithm != "fedavg"):  # evaluations from before it was said
-        private = "nothing private"
+def _labelled(new: Mapping[str, Any]) -> list[Row]:
+    private = new.get("adapts", WITH_LABELS["private_parts"]) if new.get("private", True) else "nothing private"
     rows: list[Row] = []
     for key, how in {**WITH_LABELS, "private_parts": private}.items():
         for row in new["labelled"] or ():
@@ -146,8 +144,6 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     axis.minorticks_off()
     axis.set_xlabel("labelled points of the new client")
     axis.set_ylabel("accuracy on its test points, %")
-    axis.set_title(
-        f"{result['recipe']}, {NAMES[result['algorithm']]}: {new['evaluated']:,} clients that never took part"
-    )
+    axis.set_title(f"{result['recipe']}, {title_of(result)}: {new['evaluated']:,} clients that never took part")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=120)

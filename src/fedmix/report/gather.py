@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedmix.catalogue import TITLES
 from fedmix.errors import RunError
-from fedmix.report.text import GIB, NAMES, duration, printable, scaled_down, size
+from fedmix.report.text import GIB, duration, printable, scaled_down, size, title_of
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ IGNORED = ("seed", "name", "description")  # what does not make two runs differe
 ODD = (KeyError, TypeError, AttributeError, ValueError, IndexError)  # what a file that is not as it should be raises
 LEVEL = 0.0005  # a lead that rounds to nothing
 FINAL = ("local", "server", "global")
-ON = ("fedmix.gate_through_features",)  # switches that are on by default
+ON = ("gate_through_features",)  # switches that are on by default
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Run:
     recipe: dict[str, Any]
     lines: list[dict[str, Any]]
     summary: dict[str, Any] | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # run.json
     environment: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] | None = None
@@ -40,7 +42,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        return NAMES.get(str(self.recipe.get("algorithm")), str(self.recipe.get("algorithm")))
+        return title_of({"algorithm": self.recipe.get("algorithm"), "title": self.about.get("title")})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -146,6 +148,7 @@ def read_run(path: Path) -> Run:
         recipe=recipe,
         lines=lines,
         summary=read("summary.json", must=False),
+        about=read("run.json", must=False) or {},
         environment=read("environment.json", must=True) or {},
         federation=read("federation.json", must=True) or {},
         evaluation=read("evaluation.json", must=False),
@@ -215,7 +218,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
-    order = list(NAMES.values())
+    order = list(TITLES.values())
     made = sorted(
         by_settings.values(), key=lambda own: order.index(own[0].method) if own[0].method in order else len(order)
     )
@@ -237,7 +240,7 @@ def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     for key in keys:
         name, value = key.split(".")[-1], settings.get(key)
         if isinstance(value, bool):
-            words += [] if value == (key in ON) else [("" if value else "no ") + name.replace("_", " ")]
+            words += [] if value == (name in ON) else [("" if value else "no ") + name.replace("_", " ")]
         elif value not in (None, [], ""):
             words.append(f"{name} {value}")
     return words

@@ -10,15 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedmix.catalogue import TITLES
+
 GIB = 2**30
 SHADES = " ░▒▓█"
-NAMES = {
-    "fedmix": "FedMix",
-    "fedavg": "FedAvg",
-    "biased-fedavg": "biased FedAvg",
-    "local-global": "Local/Global",
-    "independent": "independent",
-}
 WITH_LABELS = {  # what a new client may do with the labelled points it has
     "counts": "own label counts",
     "private_parts": "private parts alone",
@@ -37,7 +32,13 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_method: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for summary in summaries:
         by_method[summary["algorithm"]].append(summary)
-    return [{"algorithm": method, **over_seeds(runs)} for method, runs in by_method.items()]
+    return [{"algorithm": method, "title": title_of(runs[0]), **over_seeds(runs)} for method, runs in by_method.items()]
+
+
+def title_of(about: Mapping[str, Any]) -> str:
+    """What a method is called: as its run says, or, of older files, as shipped methods are called."""
+    name = str(about.get("algorithm"))
+    return str(about.get("title") or TITLES.get(name, name))
 
 
 def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column("groups found", justify="right")
     for row in rows:
         last = [_number(row.get("adjusted_rand_index"))] if clusters else []
-        table.add_row(NAMES[row["algorithm"]], *scores_cells(row), *last)
+        table.add_row(title_of(row), *scores_cells(row), *last)
     return table
 
 
@@ -179,7 +180,7 @@ def _by_group(q: list[list[float]], groups: Sequence[int]) -> list[int]:
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
-    table = Table(title=Text(f"{plan['recipe']}, {NAMES[plan['algorithm']]}: what it will cost"), show_header=False)
+    table = Table(title=Text(f"{plan['recipe']}, {title_of(plan)}: what it will cost"), show_header=False)
     table.add_column("what")
     table.add_column("how much", justify="right")
     each = plan["bytes"]

@@ -140,7 +140,7 @@ def test_one_expert_per_client_is_independent_training(changes):
     from dataclasses import replace
 
     start = mixed.algorithm.init(0)
-    start = replace(start, phi=torch.eye(4), experts=(start.experts[0],) * 4)  # `independent` starts all alike
+    start = replace(start, extras=start.extras | {"phi": torch.eye(4)}, experts=(start.experts[0],) * 4)
     store = MemoryStore()
     for s in range(4):
         gate = mixed.algorithm.new_client(0)
@@ -151,7 +151,7 @@ def test_one_expert_per_client_is_independent_training(changes):
     for s in range(4):
         for name, value in models[s].items():
             assert torch.allclose(steps[-1].state.experts[s][name], value, atol=1e-6), (s, name)
-    assert torch.allclose(steps[-1].state.phi, torch.eye(4), atol=1e-6)
+    assert torch.allclose(steps[-1].state.extras["phi"], torch.eye(4), atol=1e-6)
 
 
 def test_permuting_experts_permutes_the_result():
@@ -164,7 +164,7 @@ def test_permuting_experts_permutes_the_result():
     turned = replace(start, experts=tuple(start.experts[k] for k in order))
     one, _ = train_serially(experiment, start)
     other, _ = train_serially(experiment, turned)
-    assert torch.allclose(other[-1].state.phi, one[-1].state.phi[:, order], atol=1e-4)
+    assert torch.allclose(other[-1].state.extras["phi"], one[-1].state.extras["phi"][:, order], atol=1e-4)
     for k, j in enumerate(order):
         for name, value in one[-1].state.experts[j].items():
             assert torch.allclose(other[-1].state.experts[k][name], value, atol=2e-3)
@@ -246,10 +246,10 @@ def test_rows_of_phi_that_no_client_of_the_cohort_holds_keep_their_values():
     experiment = small_experiment(**{"data.side": "client", "clients_per_round": 2, "rounds": 1})
     steps, _ = train_serially(experiment)
     chosen = {reply.client for reply in steps[0].replies}
-    phi = steps[0].state.phi
+    phi = steps[0].state.extras["phi"]
     for s in range(4):
         assert torch.equal(phi[s], torch.full((3,), 1 / 3)) == (s not in chosen)
-        assert (float(steps[0].state.phi_opt["step"]["phi"][s]) == 1) == (s in chosen)
+        assert (float(steps[0].state.extras["phi_opt"]["step"]["phi"][s]) == 1) == (s in chosen)
 
 
 def test_private_phi_stays_with_the_client():
@@ -267,18 +267,17 @@ def test_exact_marginal_is_the_mean_of_the_gate():
     message, private = algorithm.broadcast(algorithm.init(0), 0), algorithm.new_client(0)
     data = experiment.federation.examples(0, "train")
     reply, after = algorithm.client_update(message, private, data, stream(0, "x"), None)
-    from fedmix.core.mixture import Mixture
+    from fedmix.core.mixture import ClientModule
 
-    experts = [subtree(reply.tensors, f"expert.{k}") for k in range(3)]
     with torch.no_grad():
-        wanted = Mixture(experiment.model, experts, subtree(after, "gate")).expert_weights(data.x).mean(dim=0)
+        wanted = ClientModule(algorithm, Message(reply.tensors), after).expert_weights(data.x).mean(dim=0)
     assert torch.allclose(reply.tensors["q_zs"], wanted, atol=1e-6)
     assert not torch.allclose(wanted, torch.full((3,), 1 / 3), atol=1e-3)
 
 
 def test_direct_objective_trains_without_a_posterior():
     steps, _ = train_serially(small_experiment(rounds=10, **{"fedmix.objective": "direct", "fedmix.marginal": "exact"}))
-    assert torch.equal(steps[-1].state.phi, torch.full((3, 3), 1 / 3))
+    assert torch.equal(steps[-1].state.extras["phi"], torch.full((3, 3), 1 / 3))
     assert steps[-1].loss < 0.8 * steps[0].loss
 
 
@@ -287,12 +286,12 @@ def test_reported_prior_is_sent_only_when_the_recipe_says_so():
     assert "c_shares" not in silent[0].replies[0].message.tensors
     told, _ = train_serially(small_experiment(**{"fedmix.prior": "reported"}))
     assert "c_shares" in told[0].replies[0].message.tensors
-    assert not torch.equal(told[-1].state.phi, silent[-1].state.phi)
+    assert not torch.equal(told[-1].state.extras["phi"], silent[-1].state.extras["phi"])
 
 
 def test_a_prior_of_ones_own_must_fit():
     steps, _ = train_serially(small_experiment(**{"fedmix.prior": [1.0, 2.0, 3.0]}))
-    assert torch.isfinite(steps[-1].state.phi).all()
+    assert torch.isfinite(steps[-1].state.extras["phi"]).all()
     with pytest.raises(SettingError, match="3 shares"):
         small_experiment(**{"fedmix.prior": [0.5, 0.5]})
 

@@ -59,16 +59,20 @@ def test_a_single_client_step_is_torchs_sgd():
         assert torch.allclose(reply.tensors[name], value.detach(), atol=1e-6)
 
 
-def test_local_global_without_identity_averages_representations():
-    experiment = small_experiment("local-global")
+@pytest.mark.parametrize("average", ["after", "before"])
+def test_local_global_without_identity_averages_representations(average):
+    """After the activation, as the shared layers see them, or before it."""
+    experiment = small_experiment("local-global", **{"local_global.average": average})
     steps, privates = train_serially(experiment)
     x = experiment.federation.x[:5]
     shared = steps[-1].state.shared
     p = [0.1, 0.2, 0.3, 0.4]
-    hidden = sum(
-        w * nn.functional.linear(x, privates[s]["fc1.weight"], privates[s]["fc1.bias"]) for s, w in enumerate(p)
-    )
-    logits = nn.functional.linear(torch.relu(hidden), shared["out.weight"], shared["out.bias"])
+    each = [nn.functional.linear(x, privates[s]["fc1.weight"], privates[s]["fc1.bias"]) for s in range(4)]
+    if average == "after":
+        hidden = sum(w * torch.relu(own) for w, own in zip(p, each, strict=True))
+    else:
+        hidden = torch.relu(sum(w * own for w, own in zip(p, each, strict=True)))
+    logits = nn.functional.linear(hidden, shared["out.weight"], shared["out.bias"])
     message = experiment.algorithm.broadcast(steps[-1].state, None)
     got = experiment.algorithm.predict_anonymous(message, list(privates.values()), torch.tensor(p).log(), x)
     assert torch.allclose(got, torch.log_softmax(logits, dim=1), atol=1e-5)

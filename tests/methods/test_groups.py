@@ -1,15 +1,19 @@
 """Several clients side by side are the same as one after the other; points that do not matter cost no backward pass."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, small_experiment, small_federation, train_serially
+from conftest import METHODS, small_experiment, small_federation, small_recipe, train_serially
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmix.core.types import Examples
 from fedmix.engines.client import Task, perform, perform_group
 from fedmix.errors import ClientError, SettingError
+from fedmix.experiment.build import build
+from fedmix.methods import Page, fedavg
 from fedmix.rng import stream
 
 
@@ -70,24 +74,72 @@ def test_side_by_side_is_one_after_the_other(method, changes, model, kind, finet
     assert_same(together, [perform(*args, task, own) for task, own in zip(tasks, privates, strict=True)])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_names_decide_who_is_stacked_with_whom_not_their_order(method):
+    """A state that was read from a file has its tensors in another order than one that is new."""
+    experiment = small_experiment(method)
+    tasks, privates = tasks_after_two_rounds(experiment)
+    args = (experiment.algorithm, experiment.federation, 0)
+    turned = [dict(sorted(own.items(), reverse=bool(s % 2))) for s, own in enumerate(privates)]
+    assert_same(perform_group(*args, tasks, turned), perform_group(*args, tasks, privates))
+
+
 class Unlucky(nn.Sequential):
     def forward(self, x):
         return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
 
 @pytest.mark.parametrize(
-    ("changes", "model"),
+    ("changes", "model", "why"),
     [
-        ({"model.dropout": [0.3]}, None),
-        ({"fedmix.eta": 0.5}, None),
-        ({"fedmix.marginal": "exact"}, None),
-        ({"fedmix.skip_below": 0.1, "fedmix.gate_through_features": False}, None),
-        ({"model.hidden": [4000, 100]}, None),
-        ({"model.output": "2"}, lambda: Unlucky(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))),
+        ({"model.dropout": [0.3]}, None, "dropout"),
+        ({"fedmix.eta": 0.5}, None, "fedmix.eta"),
+        ({"fedmix.skip_below": 0.1, "fedmix.gate_through_features": False}, None, "fedmix.skip_below"),
+        ({"model.hidden": [4000, 100]}, None, "fills the cores"),
+        ({"training.precision": "bfloat16"}, None, "bfloat16"),
+        ({"model.output": "2"}, lambda: Unlucky(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)), "dropout"),
     ],
 )
-def test_what_cannot_be_taken_together_is_taken_one_by_one(changes, model):
-    assert small_experiment("fedmix", model=model, **changes).algorithm.group_update is None
+def test_what_cannot_be_taken_together_is_known_beforehand_and_said(changes, model, why):
+    assert why in small_experiment("fedmix", model=model, **changes).algorithm.one_by_one
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"fedmix.marginal": "exact"}, {"fedmix.objective": "direct", "fedmix.marginal": "exact"}]
+)
+def test_what_can_be_taken_together_is(changes):
+    assert small_experiment("fedmix", **changes).algorithm.one_by_one is None
+
+
+def careless(kind):
+    """FedAvg with a loss that forgets what fills a group up, or that reads values on the way."""
+
+    def build(setup, settings):
+        def loss(parts, fixed, batch, carry):
+            points, _, carry = fedavg.loss(setup.model, parts, fixed, batch, carry)
+            if kind == "mean":
+                return points, batch.x.mean(), carry
+            if kind == "reads":
+                return points * (2.0 if float(points.detach().sum()) > 0 else 1.0), 0.0, carry
+            return points.mean(), 0.0, carry
+
+        return replace(fedavg.fedavg(setup), loss=loss)
+
+    return Page(kind, build)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("mean", "only fill a group up"), ("reads", "cannot be vectorised")])
+def test_a_loss_that_would_be_wrong_in_a_group_is_not_taken_together(kind, why):
+    experiment = build(small_recipe("own"), small_federation(), page=careless(kind))
+    assert why in experiment.algorithm.one_by_one
+    steps, _ = train_serially(experiment)
+    assert steps[-1].loss > 0
+
+
+def test_a_loss_must_give_a_number_for_each_point():
+    experiment = build(small_recipe("own"), small_federation(), page=careless("scalar"))
+    with pytest.raises(ClientError, match="one number for each of 6 points"):
+        train_serially(experiment)
 
 
 def test_an_error_in_a_group_names_its_client():

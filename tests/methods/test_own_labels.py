@@ -6,10 +6,9 @@ import torch
 from conftest import METHODS, small_experiment, small_recipe, train_serially
 from torch import nn
 
-from fedmix.algorithms.common import OwnLabels
 from fedmix.core import objective
-from fedmix.core.mixture import Mixture
-from fedmix.core.tree import subtree
+from fedmix.core.method import LABELS
+from fedmix.core.mixture import ClientModule
 from fedmix.data.federation import Federation
 from fedmix.experiment.build import build
 from fedmix.experiment.inference import Options, evaluate_run
@@ -37,7 +36,7 @@ def test_a_client_step_is_autograds_with_the_counts_by_hand():
     for name, leaf in leaves.items():
         assert torch.allclose(reply.tensors[name], leaf.detach() - 0.3 * leaf.grad, atol=1e-6), name
     assert reply.numbers["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert private[OwnLabels.NAME].exp().tolist() == pytest.approx([1.0 + 3 * n for n in counts], rel=1e-5)
+    assert private[LABELS].exp().tolist() == pytest.approx([1.0 + 3 * n for n in counts], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -47,9 +46,9 @@ def test_counts_are_private_and_change_a_clients_predictions_alone(method):
     algorithm, x = experiment.algorithm, experiment.federation.x[:9]
     message = algorithm.broadcast(steps[-1].state, None)
     for reply in steps[-1].replies:
-        assert OwnLabels.NAME not in reply.message.tensors
-    assert OwnLabels.NAME not in algorithm.hand_over(privates[1])
-    unknown = privates[1] | {OwnLabels.NAME: torch.zeros(3)}
+        assert LABELS not in reply.message.tensors
+    assert LABELS not in algorithm.hand_over(privates[1])
+    unknown = privates[1] | {LABELS: torch.zeros(3)}
     with torch.no_grad():
         own, without = algorithm.predict(message, privates[1], x), algorithm.predict(message, unknown, x)
         handed = [algorithm.hand_over(private) for private in privates.values()]
@@ -73,7 +72,7 @@ def test_a_new_client_knows_the_counts_of_the_points_it_has():
     message = algorithm.newcomer(algorithm.init(0), True)
     after, private = algorithm.adapt(message, algorithm.new_client(0), data, stream(0), 5)
     assert after is message
-    assert private[OwnLabels.NAME].exp().sum().item() == pytest.approx(3 + 3 * len(data), rel=1e-5)
+    assert private[LABELS].exp().sum().item() == pytest.approx(3 + 3 * len(data), rel=1e-5)
 
 
 def test_a_clients_module_has_them():
@@ -81,8 +80,7 @@ def test_a_clients_module_has_them():
     steps, privates = train_serially(experiment)
     algorithm, x = experiment.algorithm, experiment.federation.x[:9]
     message = algorithm.broadcast(steps[-1].state, None)
-    experts = [subtree(message.tensors, f"expert.{k}") for k in range(3)]
-    module = Mixture(experiment.model, experts, subtree(privates[1], "gate"), privates[1][OwnLabels.NAME]).eval()
+    module = ClientModule(algorithm, message, privates[1]).eval()
     with torch.no_grad():
         assert torch.allclose(module(x), algorithm.predict(message, privates[1], x), atol=1e-6)
 
@@ -157,4 +155,4 @@ def test_a_parameter_of_that_name_is_the_models(counted):
     algorithm = experiment.algorithm
     _, privates = train_serially(experiment)
     assert not torch.equal(privates[0]["labels"], algorithm.new_client(0)["labels"])  # it is trained
-    assert (OwnLabels.NAME in privates[0]) == counted
+    assert (LABELS in privates[0]) == counted

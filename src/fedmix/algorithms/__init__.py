@@ -1,3 +1,0 @@
-"""The methods by name."""
-
-METHODS = ("fedmix", "fedavg", "biased-fedavg", "local-global", "independent")

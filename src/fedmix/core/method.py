@@ -1,0 +1,236 @@
+"""What a method is: one loss, a rule of where tensors live, and what it adds. Everything else is derived from that.
+
+A page of `fedmix.methods` gives a `Method`, built for a `Setup`. Only `loss` is required; FedAvg is little more. The house
+derives broadcast, training of one client or of several side by side, checks of replies, noise, sums, aggregation, bytes,
+warm starts, divergence, prediction and an exported module (core.algorithm).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedmix.core.model import Model
+from fedmix.core.placement import Place
+from fedmix.core.settings import ClientSettings, PrivacySettings, ServerSettings
+from fedmix.core.training import Batch as Batch
+from fedmix.core.training import Carry
+from fedmix.core.tree import Params
+from fedmix.core.types import Examples
+from fedmix.rng import Stream
+
+Extras = dict[str, Any]  # what the server keeps beside weights: a tree of tensors and whole numbers
+Fixed = dict[str, Any]  # what stays the same while a client trains: a tree of tensors and numbers
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method is built for."""
+
+    model: Model
+    clients: int
+    categories: int  # values that side information c can have
+    rounds: int
+    training: ClientSettings
+    server: ServerSettings
+    privacy: PrivacySettings
+    example: Tensor  # a few inputs [B, ...]
+
+
+class Parts(NamedTuple):
+    """A client's weights as its method sees them: by place, and what the method itself trains at the client."""
+
+    shared: Params
+    experts: dict[int, Params]  # those that the client holds, by number; or, side by side, see `stacked`
+    private: Params
+    frozen: Params
+    own: Params  # what the method keeps at the client and trains: gates
+    labels: Params  # the client's own label counts as an offset of logits, under one name, or nothing
+    stacked: Params  # experts [K, ...] in place of `experts`, where clients train side by side
+
+    def whole(self, k: int | None = None) -> Params:
+        """All parameters of one model: expert k's, or of the only one there is."""
+        experts = {} if k is None else self.experts[k]
+        return {**self.frozen, **self.shared, **self.private, **experts}
+
+    @property
+    def held(self) -> list[int]:
+        return list(self.experts)
+
+
+class Arrival(NamedTuple):
+    """What a client has before it trains."""
+
+    parts: Parts  # the weights as they arrived
+    sent: Params  # what the server sent beside weights
+    private: Params  # all that the method keeps at this client, trained or not
+    data: Examples
+    round: int
+    rng: Stream
+
+
+class Departure(NamedTuple):
+    """What a client has after it trained."""
+
+    parts: Parts
+    sent: Params
+    fixed: Fixed
+    carry: Carry
+    data: Examples
+
+
+class Answer(NamedTuple):
+    """What a client says beside its weights, and what it keeps."""
+
+    fields: Params = {}  # noqa: RUF012 (never changed)
+    experts: list[int] | None = None  # those whose weights it sends back; None: all that it holds
+    keeps: Params = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor that every reply holds beside weights: rows [..., n] that are distributions.
+
+    moved_from: the name of what was sent that it is a new value of; sums are then over how far it moved.
+    tells: for audits, what it says of a client: its "marginal" q(z|s), the "posterior" q(z|c) or the "shares" of c.
+    """
+
+    shape: tuple[int, ...]
+    moved_from: str = ""
+    tells: str = ""
+
+
+class Aggregate(NamedTuple):
+    """What the server knows of a round, from sums over the cohort alone."""
+
+    clients: int
+    use: Tensor  # p(z) over the cohort [K]
+    mean: Params  # of each field: sum_s p(s) value_s
+    moved: Params  # of each field that has moved from something sent: sum_s p(s) (sent - value_s)
+    touched: Params  # of the same: its rows that some client changed
+
+
+# (parts, fixed, mini-batch, carry) -> (loss of each point [B], penalty, carry)
+Loss = Callable[[Parts, Fixed, Batch, Carry], tuple[Tensor, Tensor | float, Carry]]
+Fit = Callable[..., tuple[Parts, Carry]]  # (parts, loss, ...) -> what it is after training, see core.client
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """-log p(y|x) of each point: [B, classes], [B] -> [B]."""
+    return torch.nn.functional.cross_entropy(logits, y, reduction="none")
+
+
+def every_model(parts: Parts) -> list[Params]:
+    """One model for each expert that the client holds; one model where there are no experts."""
+    return [parts.whole(k) for k in parts.held] if parts.experts else [parts.whole()]
+
+
+def only_one(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> Tensor:
+    """log p(y|x) of a single model: logits [1, B, classes] -> [B, classes]."""
+    return torch.log_softmax(logits[0], dim=1)
+
+
+@dataclass(frozen=True)
+class Anonymous:
+    """Predictions without client identity, where private parts decide.
+
+    what: in words, for tables.
+    predict: (the server's parts, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y|x).
+    pool: (parts, what is sent beside weights, x) -> log p(y|x) from what is shared alone, where c is the label.
+    distil: (parts, private states, log p(s), inputs) -> one private state that does in place of all of them.
+    """
+
+    what: str
+    predict: Callable[[Parts, Sequence[Params], Tensor, Tensor], Tensor]
+    pool: Callable[[Parts, Params, Tensor], Tensor] | None = None
+    distil: Callable[[Parts, Sequence[Params], Tensor, Tensor], Params] | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as a value.
+
+    loss          (parts, fixed, batch, carry) -> (loss of each point [B], penalty, carry): of one client on one mini-batch.
+                  Points that only fill a group up count nothing: the house weighs them; what the loss itself sums over points
+                  it weighs with batch.weight
+    place         (name) -> where a parameter lives
+    experts       how many, where parameters are placed as "expert"
+    prepare       (arrival) -> (fixed, carry): one look at a client's data and at what arrived, before it trains
+    train         (fit, arrival) -> departure: a programme of its own in place of the loop, in phases; never side by side
+    own           () -> what a client keeps beside weights, before it trained
+    trains        (name) -> whether the loop trains this of `own`
+    reply         what replies hold beside weights
+    weigh         the name of the reply's field [K] that weighs its experts; needed where there are experts
+    answer        (departure) -> what the client says and keeps
+    init          () -> what the server keeps beside weights
+    sends         (extras) -> what of that clients are sent
+    select        (extras, client) -> the experts that a client is sent; None: all
+    server        (extras, aggregate) -> extras: from sums alone
+    individuals   (extras, clients, fields [S', ...]) -> extras: what is kept of single clients, where the server sees them
+    watch         (extras, aggregate, round) -> more metrics of a round
+    describe      (extras) -> what a reader of metrics wants to see of them, at evaluations
+    models        (parts) -> the models that a prediction needs, each as a whole set of parameters
+    combine       (logits [M, B, classes], features [M, B, H], own, held) -> log p(y|x, s) [B, classes]
+    gates         (features [M, B, H], own, held) -> p(z|x, s) [B, M]; None: there is one model
+    bound         (logits, features, own, sent, y, c, held) -> the objective of each point [B], for metrics
+    anonymous     predictions without client identity; None: what is shared is enough, or there are none
+    newcomer      (extras, whether its values of c are known) -> what a client is sent beside weights that never took part
+    hand_over     (private state) -> the part of it that predictions without identity need
+    longer_steps  (q(z|s)) -> how much longer all steps together are than one model's, for audits
+    ungroupable   why clients cannot be trained side by side, or None
+    needs_clients why the server must see single clients, or None: excludes sums
+    apart         whether private tensors start differently on each client
+    adapts        what a new client with labels trains, in words
+    """
+
+    loss: Loss
+    place: Callable[[str], Place] = lambda name: "shared"
+    experts: int = 0
+    prepare: Callable[[Arrival], tuple[Fixed, Carry]] = lambda arrival: ({}, {})
+    train: Callable[[Fit, Arrival], Departure] | None = None
+    own: Callable[[], Params] = dict
+    trains: Callable[[str], bool] = lambda name: True
+    reply: Mapping[str, Field] = field(default_factory=dict)
+    weigh: str = ""
+    answer: Callable[[Departure], Answer] = lambda departure: Answer()
+    init: Callable[[], Extras] = dict
+    sends: Callable[[Extras], Params] = lambda extras: {}
+    select: Callable[[Extras, int], list[int]] | None = None
+    server: Callable[[Extras, Aggregate], Extras] = lambda extras, aggregate: extras
+    individuals: Callable[[Extras, Sequence[int], Params], Extras] | None = None
+    watch: Callable[[Extras, Aggregate, int], dict[str, Any]] = lambda extras, aggregate, t: {}
+    describe: Callable[[Extras], dict[str, Any]] = lambda extras: {}
+    models: Callable[[Parts], list[Params]] = every_model
+    combine: Callable[[Tensor, Tensor, Params, list[int]], Tensor] = only_one
+    gates: Callable[[Tensor, Params, list[int]], Tensor] | None = None
+    bound: Callable[..., Tensor] | None = None
+    anonymous: Anonymous | None = None
+    newcomer: Callable[[Extras, bool], Params] | None = None
+    hand_over: Callable[[Params], Params] = dict
+    longer_steps: Callable[[Any], float] | None = None
+    ungroupable: str | None = None
+    needs_clients: str | None = None
+    apart: bool = False
+    adapts: str = "private parts alone"
+
+
+def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tuple[Tensor, Tensor]:
+    """All experts that a client holds, or its one model: logits [M, B, classes], features [M, B, H].
+
+    The client's own label counts, where it has them, are in the logits.
+    """
+    if parts.stacked:
+        logits, features = model.apply_stacked(parts.whole(), parts.stacked, x)
+    else:
+        logits, features = model.apply_all(every_model(parts), x, training)
+    return with_labels(parts, logits), features
+
+
+def with_labels(parts: Parts, logits: Tensor) -> Tensor:
+    """[..., classes] -> [..., classes]."""
+    return logits + parts.labels[LABELS] if parts.labels else logits
+
+
+LABELS = ".labels"  # of a client's private state; no parameter of a module has a name like this

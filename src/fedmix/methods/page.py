@@ -1,0 +1,32 @@
+"""What a method's file holds: its title, its settings, and how it is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fedmix.core.method import Method, Setup
+from fedmix.core.settings import PrivacySettings, ServerSettings
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """A method without settings of its own."""
+
+
+def nothing_to_check(settings: Any, server: ServerSettings, protection: PrivacySettings) -> None:
+    """Every combination of settings is fine."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A method, as recipes name it.
+
+    title: in tables and reports. build: (setup, settings) -> the method. settings: a frozen dataclass; what a recipe may set,
+    with defaults. paper: where it comes from. check: refuses settings that do not go together, before anything is built.
+    """
+
+    title: str
+    build: Callable[[Setup, Any], Method]
+    settings: type = NoSettings
+    paper: str = ""
+    check: Callable[[Any, ServerSettings, PrivacySettings], None] = nothing_to_check

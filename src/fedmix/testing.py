@@ -1,0 +1,223 @@
+"""`check_method`: the laws that every method obeys, for methods of one's own too. As scikit-learn's check_estimator does it.
+
+from fedmix.testing import check_method
+check_method("mine:fedprox", mu=0.1)
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmix.catalogue import CATALOGUE
+from fedmix.core.mixture import ClientModule
+from fedmix.core.tree import Params, flatten
+from fedmix.core.types import Message, Reply
+from fedmix.data.federation import Federation
+from fedmix.engines.client import Task, perform, perform_group
+from fedmix.engines.serial import SerialEngine
+from fedmix.engines.store import MemoryStore
+from fedmix.experiment.build import Experiment, build
+from fedmix.experiment.loop import Round, rounds
+from fedmix.experiment.recipe import OWN, make_recipe
+from fedmix.experiment.record import RunDirectory
+from fedmix.experiment.run import run
+from fedmix.methods.page import Page
+from fedmix.rng import stream
+
+NEAR = 1e-5  # how far engines may be apart after three rounds
+
+
+def check_method(method: str | Page, **settings: Any) -> list[str]:
+    """Train a small federation with this method and hold it against every law. Gives the names of the laws it passed.
+
+    method: a name, `package.module:name`, or a page. settings: of its own. An AssertionError says what does not hold.
+    """
+    made = _Made(method, settings)
+    for law in LAWS:
+        try:
+            law(made)
+        except AssertionError as error:
+            title = made.experiment().page.title
+            raise AssertionError(f"{title}: {(law.__doc__ or law.__name__).strip()} {error}".strip()) from error
+    return [law.__name__ for law in LAWS]
+
+
+class _Made:
+    """Small experiments with one method."""
+
+    def __init__(self, method: str | Page, settings: dict[str, Any]) -> None:
+        self.page = method if isinstance(method, Page) else None
+        self.name = OWN if isinstance(method, Page) else method
+        section = CATALOGUE[self.name].section if self.name in CATALOGUE else "own"
+        self.settings = {f"{section}.{key}": value for key, value in settings.items()}
+        self.federation = _blobs()
+
+    def experiment(self, **changes: Any) -> Experiment:
+        base = {
+            "rounds": 3,
+            "data.source": OWN,
+            "model.hidden": [8],
+            "training.batch_size": 6,
+            "training.client_lr": 0.1,
+        }
+        base |= {"server.server_lr": 0.02, "evaluation.share_private": True, "checkpoint.every": 1}
+        recipe = make_recipe({"name": "check"}, self.name, base | self.settings | changes)
+        return build(recipe, self.federation, page=self.page)
+
+
+def _blobs(clients: int = 4, points: int = 24) -> Federation:
+    """Clients of different sizes, three classes of points in the plane, moved a little on each client."""
+    rng = np.random.default_rng(0)
+    centres = np.array([[0, 2], [2, 0], [-2, -2]])
+    made = {}
+    for s in range(clients):
+        y = rng.integers(0, 3, size=points + 4 * s)
+        made[f"site-{s}"] = {"x": centres[y] + 0.3 * s + rng.normal(size=(len(y), 2)), "y": y}
+    return Federation.from_clients(made)
+
+
+def _train(experiment: Experiment) -> tuple[list[Round], dict[int, Params]]:
+    store, seed = MemoryStore(), experiment.recipe.seed
+    engine = SerialEngine(experiment.algorithm, experiment.federation, seed, store)
+    state = experiment.algorithm.init(seed)
+    steps = list(
+        rounds(experiment.algorithm, engine, state, seed, len(experiment.federation), 0, experiment.recipe.rounds)
+    )
+    return steps, {s: store.get(s) or {} for s in store.clients()}
+
+
+def _same(one: Params, other: Params, near: float = 0.0) -> None:
+    assert one.keys() == other.keys(), f"Names differ: {sorted(one.keys() ^ other.keys())[:5]}."
+    for name, value in one.items():
+        apart = float((value.double() - other[name].double()).abs().max()) if value.numel() else 0.0
+        assert apart <= near, f"{name} differs by {apart:.2g}."
+
+
+def same_seed_same_numbers(made: _Made) -> None:
+    """The same recipe and seed must give the same numbers."""
+    one, other = (_train(made.experiment()) for _ in range(2))
+    _same(flatten(one[0][-1].state), flatten(other[0][-1].state))
+
+
+def it_learns(made: _Made) -> None:
+    """The training loss must fall."""
+    steps, _ = _train(made.experiment(rounds=12))
+    assert steps[-1].loss < 0.9 * steps[0].loss, (
+        f"It was {steps[0].loss:.3f} and is {steps[-1].loss:.3f} after 12 rounds."
+    )
+
+
+def nothing_given_is_changed(made: _Made) -> None:
+    """Messages, states and private states must not be changed in place."""
+    experiment = made.experiment()
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    state, private = algorithm.init(0), algorithm.new_client(0, 0)
+    message = algorithm.broadcast(state, 0)
+    given = [flatten(state), private, dict(message.tensors)]
+    before = [{name: value.clone() for name, value in flat.items()} for flat in given]
+    reply, _ = algorithm.client_update(message, private, data, stream(0, "x"), None)
+    algorithm.server_update(state, [Reply(0, reply)])
+    for flat, copy in zip(given, before, strict=True):
+        _same(flat, copy)
+
+
+def private_stays_private(made: _Made) -> None:
+    """What is private or frozen must not be in a message, and bytes must be those of what is placed as shared or expert."""
+    experiment = made.experiment()
+    layout, (steps, privates) = experiment.algorithm.layout, _train(experiment)
+    for reply in steps[-1].replies:
+        names = set(reply.message.tensors)
+        assert not names & set(privates[reply.client]), (
+            f"{sorted(names & set(privates[reply.client]))} crossed the wire."
+        )
+        assert not names & {*layout.private, *layout.frozen}
+        counted = sum(value.numel() * value.element_size() for value in reply.message.tensors.values())
+        assert reply.message.nbytes == counted
+
+
+def replies_are_as_declared(made: _Made) -> None:
+    """An honest reply must pass the checks, and one with a name too many must not."""
+    experiment = made.experiment()
+    algorithm, data = experiment.algorithm, experiment.federation.examples(1, "train")
+    message = algorithm.broadcast(algorithm.init(0), 1)
+    reply, _ = algorithm.client_update(message, algorithm.new_client(0, 1), data, stream(0, "x"), None)
+    assert algorithm.check(message, reply) is None, str(algorithm.check(message, reply))
+    more = Message({**reply.tensors, "expert.x.y": torch.zeros(1)}, reply.numbers)
+    assert algorithm.check(message, more) is not None
+
+
+def engines_agree(made: _Made) -> None:
+    """Clients side by side must give what each gives alone."""
+    experiment = made.experiment()
+    algorithm, (steps, privates) = experiment.algorithm, _train(experiment)
+    tasks = [Task("train", 4, s, algorithm.broadcast(steps[-1].state, s)) for s in sorted(privates)]
+    known = [privates[task.client] for task in tasks]
+    args = (algorithm, experiment.federation, 0)
+    together = perform_group(*args, tasks, known)
+    for (message, after), task, private in zip(together, tasks, known, strict=True):
+        alone, kept = perform(*args, task, private)
+        _same(dict(message.tensors), dict(alone.tensors), NEAR)
+        _same(after, kept, NEAR)
+
+
+def a_resumed_run_is_one_that_never_stopped(made: _Made) -> None:
+    """A run that was stopped and resumed must end where one ends that never stopped."""
+    ends = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, stops in (("whole", [3]), ("resumed", [2, 3])):
+            for last in stops:
+                experiment = made.experiment(rounds=last)
+                directory = RunDirectory.open(
+                    Path(folder) / name, experiment.recipe, resume=last != stops[0], overwrite=False
+                )
+                try:
+                    ends.append(run(experiment, directory, "serial"))
+                finally:
+                    directory.close()
+    whole, _, resumed = ends
+    for measure in ("loss", "bytes_up", "bytes_down"):
+        assert whole[measure] == resumed[measure], f"{measure} was {whole[measure]}, now {resumed[measure]}."
+    assert whole["scores"] == resumed["scores"]
+
+
+def predictions_are_probabilities(made: _Made) -> None:
+    """log p(y|x, s) must be normalised, and the exported module must give the same."""
+    experiment = made.experiment()
+    algorithm, (steps, privates) = experiment.algorithm, _train(experiment)
+    x = experiment.federation.x[:7]
+    message = algorithm.broadcast(steps[-1].state, 1)
+    with torch.no_grad():
+        log_p = algorithm.predict(message, privates[1], x)
+        exported = ClientModule(algorithm, message, privates[1]).eval()(x)
+    assert torch.allclose(log_p.exp().sum(dim=1), torch.ones(7), atol=1e-5)
+    assert torch.allclose(exported, log_p, atol=1e-5), "The module gives something else."
+
+
+def sums_are_enough(made: _Made) -> None:
+    """From sums over the cohort the server must come to the same weights, where the method says that sums are enough."""
+    if made.experiment().algorithm.method.needs_clients:
+        return
+    ends = []
+    for how in ("clients", "linear"):
+        steps, _ = _train(made.experiment(**{"server.optimizer": "average", "server.aggregation": how}))
+        state = replace(steps[-1].state, extras={})
+        ends.append(flatten(state))
+    _same(ends[0], ends[1], NEAR)
+
+
+LAWS: Sequence[Callable[[_Made], None]] = (
+    same_seed_same_numbers,
+    it_learns,
+    nothing_given_is_changed,
+    private_stays_private,
+    replies_are_as_declared,
+    engines_agree,
+    a_resumed_run_is_one_that_never_stopped,
+    predictions_are_probabilities,
+    sums_are_enough,
+)

@@ -1,0 +1,270 @@
+"""Methods of a user's own: FedProx in a file, FedMix's page under another name, a method in phases, the command line."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import METHODS, fedmix, small_experiment, small_federation, small_recipe, train_serially
+
+import fedmix as package
+from fedmix.core.tree import flatten
+from fedmix.errors import SettingError
+from fedmix.experiment.build import build
+from fedmix.experiment.recipe import make_recipe, read_recipe
+from fedmix.methods import Answer, Departure, Method, Page, cross_entropy, outputs
+from fedmix.methods.fedavg import fedavg
+from fedmix.rng import stream
+from fedmix.testing import LAWS, check_method
+
+ROOT = Path(__file__).parents[2]
+FEDPROX = ROOT / "examples" / "fedprox.py"
+SMALL = ["--rounds", "3", "--quiet", "--json", "--set", "data.clients=4"]
+
+
+@pytest.fixture
+def prox(mine):
+    """The example's file as the user's own mine.py, in the current folder."""
+    mine(FEDPROX.read_text())
+    return "mine:fedprox"
+
+
+def proximal(mu, page=None):
+    page = page or imported()
+    return build(small_recipe("own", **{"own.mu": mu, "training.epochs": 3}), small_federation(), page=page)
+
+
+def imported():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("the_example", FEDPROX)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["the_example"] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    return module.fedprox
+
+
+def test_the_proximal_term_acts_and_zero_is_fedavg():
+    """Against autograd by hand: two epochs of one mini-batch each, the term pulling from the second step on."""
+    plain, _ = train_serially(small_experiment("fedavg", **{"training.epochs": 3}))
+    zero, _ = train_serially(proximal(0.0))
+    strong, _ = train_serially(proximal(5.0))
+    same, other = (flatten(steps[-1].state) for steps in (zero, strong))
+    for name, value in flatten(plain[-1].state).items():
+        assert torch.equal(value, same[name]), name
+    assert not torch.equal(same["shared.out.weight"], other["shared.out.weight"])
+    experiment = build(
+        small_recipe("own", **{"own.mu": 0.7, "training.batch_size": 1000, "training.epochs": 2}),
+        small_federation(),
+        page=imported(),
+    )
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    message = algorithm.broadcast(algorithm.init(0), 0)
+    reply, _ = algorithm.client_update(message, {}, data, stream(0), None)
+    w = {name: value.clone().requires_grad_() for name, value in message.tensors.items()}
+    for _ in range(2):
+        logits, _ = experiment.model.apply(w, data.x, training=True)
+        far = sum((value - message.tensors[name]).square().sum() for name, value in w.items())
+        loss = torch.nn.functional.cross_entropy(logits, data.y) + 0.35 * far
+        grads = torch.autograd.grad(loss, list(w.values()))
+        w = {n: (v - 0.1 * g).detach().requires_grad_() for (n, v), g in zip(w.items(), grads, strict=True)}
+    for name, value in w.items():
+        assert torch.allclose(reply.tensors[name], value.detach(), atol=1e-6), name
+
+
+def test_the_example_is_thirty_lines_at_most_and_obeys_every_law(prox):
+    assert len(FEDPROX.read_text().splitlines()) <= 30
+    assert check_method(prox, mu=0.5) == [law.__name__ for law in LAWS]
+
+
+@pytest.mark.parametrize("engine", ["serial", "local"])
+def test_by_name_on_the_command_line(prox, engine):
+    command = ("train", "digits-skew", "--algorithm", prox, *SMALL, "--set", "own.mu=0.5", "--engine", engine)
+    done = fedmix(*command, "--out", f"runs/{engine}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["algorithm"], summary["title"]) == (prox, "FedProx")
+    assert json.loads(Path(f"runs/{engine}/run.json").read_text())["title"] == "FedProx"
+    assert read_recipe(f"runs/{engine}").own == {"mu": 0.5}
+    for what in (("evaluate", "--quiet"), ("audit", "--quiet"), ("report",), ("show",)):
+        looked = fedmix(what[0], f"runs/{engine}", *what[1:])
+        assert looked.returncode == 0, looked.stderr
+        assert what[0] == "report" or "FedProx" in looked.stdout + looked.stderr
+    assert "FedProx" in Path(f"runs/{engine}/report.html").read_text()
+    plan = fedmix("plan", "digits-skew", "--algorithm", prox)
+    assert "FedProx" in plan.stdout
+
+
+def test_engines_agree_on_it_flower_too(prox, tmp_path):
+    pytest.importorskip("flwr")
+    weights = {}
+    for engine in ("serial", "local", "flower"):
+        out = tmp_path / engine
+        command = ["train", "digits-skew", "--algorithm", prox, *SMALL, "--set", "own.mu=2.0", "--engine", engine]
+        done = subprocess.run(
+            [sys.executable, "-m", "fedmix", *command, "--out", str(out)], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        weights[engine] = package.load(out).experts[0]
+    for engine in ("local", "flower"):
+        for name, value in weights["serial"].items():
+            assert torch.allclose(weights[engine][name], value, atol=1e-5), (engine, name)
+
+
+def test_beside_the_recipe_and_in_python(tmp_path, monkeypatch):
+    """A file beside the recipe, from another folder; a page that is handed over; both shown under its title."""
+    beside = tmp_path / "study"
+    beside.mkdir()
+    shutil.copy(FEDPROX, beside / "my_method.py")
+    (beside / "my.toml").write_text(
+        'algorithm = "my_method:fedprox"\nrounds = 2\n[data]\nclients = 4\n[own]\nmu = 0.3\n'
+        '[methods."my_method:fedprox"]\nrounds = 3\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    done = fedmix("train", str(beside / "my.toml"), "--quiet", "--json", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rounds"] == 3
+    run = package.train(
+        federation=small_federation(), algorithm=imported(), own={"mu": 0.3}, out="python", engine="serial", rounds=2
+    )
+    assert run.summary["title"] == "FedProx"
+    with pytest.raises(SettingError, match="hand it over again: algorithm="):
+        package.load("python")
+    assert package.evaluate("python", federation=small_federation(), algorithm=imported(), engine="serial")
+    sys.modules.pop("my_method", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        (["--algorithm", "mine:nothing"], "cannot"),
+        (["--algorithm", "mine:Settings"], r"must name a fedmix.methods.Page. 'mine:Settings' is a type"),
+        (["--algorithm", "mine:fedprox", "--set", "own.nu=1"], r"a setting of \[own\] must be one of mu"),
+        (["--algorithm", "mine:fedprox", "--set", "own.mu=much"], "own.mu must be a number"),
+        (["--algorithm", "fedavg", "--set", "own.mu=1"], "own must be empty"),
+        (["--algorithm", "fedprx"], "algorithm must be one of"),
+        (["--algorithm", "no such:thing"], "algorithm must be one of"),
+    ],
+)
+def test_what_is_wrong_is_one_line(prox, changes, wrong):
+    done = fedmix("train", "digits-skew", *SMALL, *changes, "--out", "runs/wrong")
+    assert done.returncode == 2
+    assert re.search(wrong, done.stderr)
+    assert done.stderr.count("\n") == 1
+    assert not Path("runs/wrong").exists()
+
+
+def test_fedmixs_page_under_another_name_gives_the_same(mine):
+    """Nothing in the house knows a method by its name: metrics, evaluation, audit and module are those of FedMix."""
+    source = (ROOT / "src" / "fedmix" / "methods" / "fedmix.py").read_text()
+    mine(source.replace('PAGE = Page("FedMix"', 'copied = Page("Copied"'))
+    settings = {"experts": 3, "gamma": 0.5}
+    runs = {}
+    for name, method, section in (("a", "fedmix", "fedmix"), ("b", "mine:copied", "own")):
+        given = {"algorithm": method, section: settings, "training": {"batch_size": 8, "client_lr": 0.2}}
+        more = {"evaluation": {"share_private": True, "every": 1}}
+        runs[name] = package.train(federation=small_federation(), out=name, rounds=4, **given, **more)
+    names = ("a", "b")
+    metrics = [runs[name].metrics for name in names]
+    for lines in metrics:
+        for line in lines:
+            for key in ("seconds", "seconds_evaluation"):
+                line.pop(key, None)
+    assert metrics[0] == metrics[1]
+    assert "bound" in metrics[0][0]
+
+    def without_names(found):
+        return {key: value for key, value in found.items() if key not in ("algorithm", "title", "seconds")}
+
+    for look in (package.evaluate, package.audit):
+        one, other = (look(name, federation=small_federation()) for name in names)
+        assert without_names(one) == without_names(other)
+    x = small_federation().x[:6]
+    with torch.no_grad():
+        assert torch.equal(*(runs[name].client(1).module()(x) for name in names))
+    assert torch.equal(runs["a"].predict(x), runs["b"].predict(x))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shipped_methods_obey_every_law(method):
+    check_method(method)
+
+
+def test_a_method_that_breaks_a_law_is_told_which():
+    def build_wrong(setup, settings):
+        def combine(logits, features, own, held):
+            return logits[0]
+
+        return replace(fedavg(setup), combine=combine)
+
+    with pytest.raises(AssertionError, match=r"Wrong: log p\(y\|x, s\) must be normalised"):
+        check_method(Page("Wrong", build_wrong))
+
+    def build_leaky(setup, settings):
+        return replace(
+            fedavg(setup),
+            loss=lambda parts, fixed, batch, carry: (
+                batch.weight * 0 + sum(w.sum() * 0 for w in parts.shared.values()),
+                0.0,
+                carry,
+            ),
+        )
+
+    with pytest.raises(AssertionError, match="The training loss must fall"):
+        check_method(Page("Lazy", build_leaky))
+
+
+@dataclass(frozen=True)
+class PhasedSettings:
+    epochs: int = 2
+
+
+def phased(setup, settings):
+    """As FedRep (Collins et al., 2021): the private head first, with the body as it is; then the body."""
+    head = setup.model.output
+
+    def loss(parts, fixed, batch, carry):
+        logits, _ = outputs(setup.model, parts, batch.x)
+        return cross_entropy(logits[0], batch.y), 0.0, carry
+
+    def train(fit, arrival):
+        first, _ = fit(
+            arrival.parts, loss, only=lambda n: n.startswith("private."), epochs=settings.epochs, phase="head"
+        )
+        second, _ = fit(first, loss, only=lambda n: n.startswith("shared."), phase="body")
+        return Departure(second, arrival.sent, {}, {}, arrival.data)
+
+    return Method(
+        loss=loss,
+        place=lambda name: "private" if name.startswith(head) else "shared",
+        train=train,
+        answer=lambda done: Answer(),
+    )
+
+
+def test_a_programme_in_phases():
+    page = Page("Phased", phased, PhasedSettings)
+    check_method(page)
+    experiment = build(small_recipe("own"), small_federation(), page=page)
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    assert "phases" in algorithm.one_by_one
+    message, private = algorithm.broadcast(algorithm.init(0), 0), algorithm.new_client(0, 0)
+    reply, after = algorithm.client_update(message, private, data, stream(0), None)
+    assert set(reply.tensors) == {"fc1.weight", "fc1.bias"}
+    assert not torch.equal(after["out.weight"], private["out.weight"])
+    kept, adapted = algorithm.adapt(message, private, data, stream(0), 3)
+    assert all(torch.equal(kept.tensors[name], value) for name, value in message.tensors.items())
+    assert not torch.equal(adapted["out.weight"], private["out.weight"])
+
+
+def test_a_recipe_is_not_changed_by_reading_it():
+    table = {"name": "x", "methods": {"fedavg": {"rounds": 7}}, "scales": {"small": {"rounds": 2}}}
+    before = json.dumps(table)
+    assert make_recipe(table, "fedavg").rounds == 7
+    assert make_recipe(table, "fedavg").rounds == 7
+    assert json.dumps(table) == before
