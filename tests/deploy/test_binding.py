@@ -132,11 +132,12 @@ def test_a_sites_key_neither_answers_nor_orders_for_another(tmp_path):
             assert attacker.post("pull-messages", PullMessagesRequest(node=Node(node_id=two))) == 401
             assert attacker.post("push-messages", pushed(two, run, two, SERVER, question)) == 401
             after_round(out, len(lines(out)) + 2, running)
+            found = lines(out)  # before anything is stopped
         finally:
             running.terminate()
             running.communicate(timeout=120)
         assert serve.online(folder / "server") == ["site-1", "site-2"]
-    assert all(line["absent"] == line["refused"] == [] for line in lines(out))
+    assert all(line["absent"] == line["refused"] == [] for line in found)
 
 
 def asked(**changes):

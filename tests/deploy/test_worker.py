@@ -192,6 +192,21 @@ def test_no_name_of_a_foreign_recipe_is_imported(site, monkeypatch, change):
     assert not (site / "touched").exists()
 
 
+def test_a_method_of_somebodys_own_comes_from_an_installed_package(site, monkeypatch):
+    """A file beside the site is not enough, even where the owner accepted the recipe."""
+    monkeypatch.chdir(site)
+    (site / "loose.py").write_text("open('touched', 'w').close()\n")
+    recipe = replace(agreed_recipe(site), algorithm="loose:method")
+    accept(site, recipe)
+    with pytest.raises(ClientError, match="must come from a package that the site's owner installed"):
+        Worker(site).answer("query", asking(recipe))
+    assert not (site / "touched").exists()
+    installed = replace(agreed_recipe(site), algorithm="fedmix.methods.fedavg:PAGE")
+    accept(site, installed)
+    worker = Worker(site)
+    assert json.loads(worker.answer("query", asking(installed))["table"]["json"])["clients"] == ["a"]
+
+
 def test_repeatable_noise_is_refused_where_data_has_owners(site):
     noisy = PrivacySettings(clip=1.0, noise=1.0, reproducible=True)
     recipe = replace(agreed_recipe(site), privacy=noisy)

@@ -58,6 +58,9 @@ def test_the_proximal_term_acts_and_zero_is_fedavg():
     for name, value in flatten(plain[-1].state).items():
         assert torch.equal(value, same[name]), name
     assert not torch.equal(same["shared.out.weight"], other["shared.out.weight"])
+    assert (
+        proximal(5.0).algorithm.one_by_one is None
+    )  # on the default engine clients are side by side, the term in each
     experiment = build(
         small_recipe("own", **{"own.mu": 0.7, "training.batch_size": 1000, "training.epochs": 2}),
         small_federation(),

@@ -12,7 +12,18 @@ from fedmix.core.method import LABELS, Answer, Arrival, Departure, Fixed, Loss, 
 from fedmix.core.objective import label_offset
 from fedmix.core.optim import rate_factor, sgd
 from fedmix.core.placement import Layout, digest_of
-from fedmix.core.training import Batch, Carry, Schedule, Trained, group_losses, mean_loss, train_client, train_group
+from fedmix.core.training import (
+    Batch,
+    Carry,
+    GroupLosses,
+    Schedule,
+    Trained,
+    Vectorised,
+    mean_loss,
+    train_client,
+    train_group,
+    with_leading_dimension,
+)
 from fedmix.core.tree import Params, stack_trees, subtree, tensors_of
 from fedmix.core.types import Examples, Message, Private
 from fedmix.errors import ModelError, StepError
@@ -224,8 +235,8 @@ class ClientSide:
     ) -> list[Trained | StepError]:
         params, fixed, carry = self._stacked(arrivals, prepared)
         data = [arrival.data for arrival in arrivals]
-        loss_of = self._group_loss(arrivals[0].parts)
-        return train_group(params, fixed, carry, loss_of, data, schedule, rngs, everything)
+        losses_of = self._group_losses(arrivals[0].parts, len(arrivals), params, fixed, carry)
+        return train_group(params, fixed, carry, losses_of, data, schedule, rngs, everything)
 
     def _stacked(
         self, arrivals: Sequence[Arrival], prepared: Sequence[tuple[Fixed, Carry]]
@@ -237,17 +248,24 @@ class ClientSide:
         ]
         return params, stack_trees(constant), stack_trees([carry for _, carry in prepared])
 
-    def _group_loss(self, like: Parts) -> Callable[..., tuple[Tensor, Tensor | float, Carry]]:
+    def _group_losses(self, like: Parts, clients: int, params: Params, fixed: Fixed, carry: Carry) -> GroupLosses:
+        """The loss of all clients of a group: vectorised, or as it is where it takes a dimension for them."""
+
         def loss_of(
             params: Mapping[str, Tensor], fixed: Fixed, batch: Batch, carry: Carry
         ) -> tuple[Tensor, Tensor | float, Carry]:
             own = {name: value for name, value in fixed.items() if name != LABELS}
             parts = from_flat(params, like)._replace(
-                labels=fixed[LABELS], stacked=subtree(params, "stacked"), experts={k: {} for k in like.experts}
+                labels=fixed[LABELS],
+                stacked=subtree(params, "stacked"),
+                experts={k: {} for k in like.experts},
+                group=clients if self.method.takes_groups else 0,
             )
             return self.method.loss(parts, own, batch, carry)
 
-        return loss_of
+        return (
+            with_leading_dimension(loss_of) if self.method.takes_groups else Vectorised(loss_of, params, fixed, carry)
+        )
 
     @cached_property
     def one_by_one(self) -> str | None:
@@ -264,7 +282,8 @@ class ClientSide:
         try:
             params, fixed, carry = self._stacked(arrivals, prepared)
             batch = _filled_batch([arrival.data for arrival in arrivals])
-            losses, after = group_losses(self._group_loss(arrivals[0].parts), params, fixed, batch, carry)
+            losses_of = self._group_losses(arrivals[0].parts, len(arrivals), params, fixed, carry)
+            losses, after = losses_of(params, fixed, batch, carry)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             return f"its loss cannot be vectorised ({str(error).splitlines()[0][:120]})"
         together = [(losses[g], {n: v[g] for n, v in tensors_of(after).items()}) for g in range(len(arrivals))]

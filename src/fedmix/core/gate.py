@@ -17,20 +17,20 @@ def new_gate(features: int, experts: int) -> Params:
 
 
 def mean_features(pi: Tensor, features: Tensor) -> Tensor:
-    """h_s(x) = sum_k pi_{k,s} h_k(x): free numbers [K'], features [K', B, H] -> [B, H]. pi renormalised over K'."""
-    return torch.einsum("k,kbh->bh", torch.softmax(pi, dim=0), features)
+    """h_s(x) = sum_k pi_{k,s} h_k(x): free numbers [..., K'], features [..., K', B, H] -> [..., B, H]; pi sums to 1 over K'."""
+    return torch.einsum("...k,...kbh->...bh", torch.softmax(pi, dim=-1), features)
 
 
 def gate_logits(theta: Mapping[str, Tensor], features: Tensor, held: list[int]) -> Tensor:
-    """A_s^T h_s(x) + b_s over all K experts: features of the held experts [K', B, H] -> [B, K]."""
-    pi = theta["pi"] if len(held) == len(theta["pi"]) else theta["pi"][held]
-    return mean_features(pi, features) @ theta["A"] + theta["b"]
+    """A_s^T h_s(x) + b_s over all K experts: features of the held experts [..., K', B, H] -> [..., B, K]."""
+    pi = theta["pi"] if len(held) == theta["pi"].shape[-1] else theta["pi"][..., held]
+    return mean_features(pi, features) @ theta["A"] + theta["b"].unsqueeze(-2)
 
 
 def log_gate(theta: Mapping[str, Tensor], features: Tensor, held: list[int], over: list[int] | None = None) -> Tensor:
-    """log p(z|x,s) (eq:gate_design): the softmax over all K experts, or over those of `over` alone. [B, K or len(over)]"""
+    """log p(z|x,s) (eq:gate_design): the softmax over all K experts, or over those of `over` alone. [..., B, K or len(over)]"""
     logits = gate_logits(theta, features, held)
-    return torch.log_softmax(logits if over is None else logits[:, over], dim=1)
+    return torch.log_softmax(logits if over is None else logits[..., over], dim=-1)
 
 
 def mean_log_gate(

@@ -49,6 +49,7 @@ class Parts(NamedTuple):
     own: Params  # what the method keeps at the client and trains: gates
     labels: Params  # the client's own label counts as an offset of logits, under one name, or nothing
     stacked: Params  # experts [K, ...] in place of `experts`, where clients train side by side
+    group: int = 0  # how many clients these are, where tensors have a first dimension for them (`Method.leading`)
 
     def whole(self, k: int | None = None) -> Params:
         """All parameters of one model: expert k's, or of the only one there is."""
@@ -118,8 +119,8 @@ Fit = Callable[..., tuple[Parts, Carry]]  # (parts, loss, ...) -> what it is aft
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """-log p(y|x) of each point: [B, classes], [B] -> [B]."""
-    return torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    """-log p(y|x) of each point: [..., B, classes], [..., B] -> [..., B]."""
+    return -torch.log_softmax(logits, dim=-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
 def every_model(parts: Parts) -> list[Params]:
@@ -180,6 +181,9 @@ class Method:
     hand_over     (private state) -> the part of it that predictions without identity need
     longer_steps  (q(z|s)) -> how much longer all steps together are than one model's, for audits
     ungroupable   why clients cannot be trained side by side, or None
+    leading       the loss again, if it takes tensors with a first dimension for several clients as they are: it is then not
+                  vectorised by torch.vmap, which is quicker for small models. It is tried out before it is relied on. A
+                  method that puts another loss in place of this one is vectorised again
     needs_clients why the server must see single clients, or None: excludes sums
     apart         whether private tensors start differently on each client
     adapts        what a new client with labels trains, in words
@@ -211,9 +215,15 @@ class Method:
     hand_over: Callable[[Params], Params] = dict
     longer_steps: Callable[[Any], float] | None = None
     ungroupable: str | None = None
+    leading: Loss | None = None
     needs_clients: str | None = None
     apart: bool = False
     adapts: str = "private parts alone"
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the loss takes several clients at once by itself."""
+        return self.leading is not None and self.leading is self.loss
 
 
 def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tuple[Tensor, Tensor]:
@@ -221,7 +231,9 @@ def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tup
 
     The client's own label counts, where it has them, are in the logits.
     """
-    if parts.stacked:
+    if parts.group:
+        logits, features = model.apply_group(parts.frozen, {**parts.shared, **parts.private}, parts.stacked, x)
+    elif parts.stacked:
         logits, features = model.apply_stacked(parts.whole(), parts.stacked, x)
     else:
         logits, features = model.apply_all(every_model(parts), x, training)
@@ -229,8 +241,11 @@ def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tup
 
 
 def with_labels(parts: Parts, logits: Tensor) -> Tensor:
-    """[..., classes] -> [..., classes]."""
-    return logits + parts.labels[LABELS] if parts.labels else logits
+    """[..., M, B, classes] or [B, classes] -> the same."""
+    if not parts.labels:
+        return logits
+    labels = parts.labels[LABELS]
+    return logits + (labels[:, None, None] if parts.group else labels)
 
 
 LABELS = ".labels"  # of a client's private state; no parameter of a module has a name like this

@@ -140,7 +140,41 @@ class Model:
 
         x [B, ...] -> logits [M, B, classes], features [M, B, H].
         """
-        logits, features = torch.vmap(lambda w: self.apply({**alike, **w}, x, training=True))(dict(stacked))
+        names = list(stacked)
+
+        def of_one(*weights: Tensor) -> tuple[Tensor, Tensor]:
+            return self.apply({**alike, **dict(zip(names, weights, strict=True))}, x, training=True)
+
+        logits, features = torch.vmap(of_one)(*stacked.values())
+        return logits, features
+
+    def apply_group(
+        self, alike: Mapping[str, Tensor], own: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Training mode, G clients at once, each with inputs of its own: x [G, B, ...] -> logits [G, M, B, classes], features.
+
+        Parameters that are the same for all clients, their own [G, ...], and those of M experts of each [G, M, ...].
+        """
+        if not stacked:
+            logits, features = self._apply_each(alike, own, x)
+            return logits.unsqueeze(1), features.unsqueeze(1)
+        G, M = next(iter(stacked.values())).shape[:2]
+        models = {name: value.flatten(0, 1) for name, value in stacked.items()}  # [G M, ...]
+        models |= {name: value.repeat_interleave(M, dim=0) for name, value in own.items()}
+        inputs = x.unsqueeze(1).expand(G, M, *x.shape[1:]).flatten(0, 1)
+        logits, features = self._apply_each(alike, models, inputs)
+        return logits.view(G, M, *logits.shape[1:]), features.view(G, M, *features.shape[1:])
+
+    def _apply_each(
+        self, alike: Mapping[str, Tensor], models: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Models [M, ...], each on inputs of its own [M, B, ...]."""
+        names = list(models)
+
+        def of_one(inputs: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            return self.apply({**alike, **dict(zip(names, weights, strict=True))}, inputs, training=True)
+
+        logits, features = torch.vmap(of_one)(x, *models.values())
         return logits, features
 
     def where_of(self, layer: str) -> "Where":

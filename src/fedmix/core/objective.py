@@ -7,9 +7,10 @@ SMALLEST = 1e-3  # of q(z|y), where it is divided by: below that phi says little
 
 
 def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
-    """log p_{w_k}(y|x, z=k) for every expert: logits [K, B, classes], y [B] -> [B, K]."""
-    log_p = torch.log_softmax(logits, dim=2)
-    return log_p.gather(2, y.view(1, -1, 1).expand(len(logits), -1, 1)).squeeze(2).T
+    """log p_{w_k}(y|x, z=k) for every expert: logits [..., K, B, classes], y [..., B] -> [..., B, K]."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    index = y.unsqueeze(-2).unsqueeze(-1).expand(*logits.shape[:-1], 1)
+    return log_p.gather(-1, index).squeeze(-1).transpose(-1, -2)
 
 
 def log_joint(log_lik: Tensor, log_gate: Tensor) -> Tensor:
@@ -24,11 +25,11 @@ def lower_bound(log_joint: Tensor, q: Tensor, beta: float) -> Tensor:
 
 
 def bound_losses(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tensor) -> Tensor:
-    """-L_s of each point: E_{q''}[log p(y|x,z)] + E_q[log p(z|x,s)]  (Algorithm 2; Algorithm 1 if q'' = q): -> [B].
+    """-L_s of each point: E_{q''}[log p(y|x,z)] + E_q[log p(z|x,s)]  (Algorithm 2; Algorithm 1 if q'' = q): [..., B].
 
-    log_lik, q_lik [B, K'] over the experts that are kept; log_gate, q_gate [B, K] over all of them.
+    log_lik, q_lik [..., B, K'] over the experts that are kept; log_gate, q_gate [..., B, K] over all of them.
     """
-    return -((q_lik * log_lik).sum(dim=1) + (q_gate * log_gate).sum(dim=1))
+    return -((q_lik * log_lik).sum(dim=-1) + (q_gate * log_gate).sum(dim=-1))
 
 
 def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
@@ -43,8 +44,8 @@ def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 
 
 def direct_losses(log_joint: Tensor) -> Tensor:
-    """-log sum_z p(z|x_i,s) p(y_i|x_i,z) of each point  (eq:globalObjective), without a posterior: [B, K] -> [B]."""
-    return -torch.logsumexp(log_joint, dim=1)
+    """-log sum_z p(z|x_i,s) p(y_i|x_i,z) of each point  (eq:globalObjective), without a posterior: [..., B, K] -> [..., B]."""
+    return -torch.logsumexp(log_joint, dim=-1)
 
 
 def log_mixture(logits: Tensor, log_gate: Tensor) -> Tensor:

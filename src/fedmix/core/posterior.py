@@ -17,14 +17,21 @@ def solve_phi(
 ) -> tuple[Tensor, Tensor]:
     """phi'_c, proportional to exp(mean over the points of c of log p(y, z | x, s) / beta)  (eq:phi_solution).
 
-    log_joint [B, K], c [B] -> phi' [C, K] and which rows the batch holds [C]; the other rows are uniform, for nobody's use.
-    there: which points are really there [B]; None: all of them.
+    log_joint [..., B, K], c [..., B] -> phi' [..., C, K] and which rows the batch holds [..., C]; the others are uniform, for
+    nobody's use. there: which points are really there [..., B]; None: all of them.
     """
-    count_of = torch.ones_like(c, dtype=log_joint.dtype) if there is None else there.to(log_joint.dtype)
-    total = log_joint.new_zeros(categories, log_joint.shape[1]).index_add(0, c, log_joint * count_of.unsqueeze(1))
-    count = log_joint.new_zeros(categories).index_add(0, c, count_of)
-    mean = total / count.clamp(min=1).unsqueeze(1)  # M_{s,c} = 0 divides nothing
-    return torch.softmax(mean / beta, dim=1), count > 0
+    weight = torch.ones_like(log_joint[..., :1]) if there is None else there.unsqueeze(-1).to(log_joint.dtype)
+    values = torch.cat([log_joint * weight, weight], dim=-1)  # sums and counts in one go
+    row = c.unsqueeze(-1).expand(values.shape)
+    sums = values.new_zeros(*values.shape[:-2], categories, values.shape[-1]).scatter_add(-2, row, values)
+    total, count = sums[..., :-1], sums[..., -1]
+    mean = total / count.clamp(min=1).unsqueeze(-1)  # M_{s,c} = 0 divides nothing
+    return torch.softmax(mean / beta, dim=-1), count > 0
+
+
+def of_points(phi: Tensor, c: Tensor) -> Tensor:
+    """q(z|c_i) of each point: phi [..., C, K], c [..., B] -> [..., B, K]."""
+    return phi.gather(-2, c.unsqueeze(-1).expand(*c.shape, phi.shape[-1]))
 
 
 def temperature(beta: float, start: float, over: int, t: int) -> float:
@@ -33,8 +40,8 @@ def temperature(beta: float, start: float, over: int, t: int) -> float:
 
 
 def dampen(phi: Tensor, phi_new: Tensor, present: Tensor, gamma: float) -> Tensor:
-    """phi_c <- gamma phi_c + (1 - gamma) phi'_c for the rows that the batch holds; the others keep theirs. [C, K]"""
-    return torch.where(present.unsqueeze(1), gamma * phi + (1 - gamma) * phi_new, phi)
+    """phi_c <- gamma phi_c + (1 - gamma) phi'_c for the rows that the batch holds; the others keep theirs. [..., C, K]"""
+    return torch.where(present.unsqueeze(-1), gamma * phi + (1 - gamma) * phi_new, phi)
 
 
 def expert_marginal(phi: Tensor, p_c: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def widen(part: Tensor, kept: list[int], experts: int) -> Tensor:
 
 def reweigh(phi_bar: Tensor, phi: Tensor, kept: list[int]) -> Tensor:
     """phi'_c = phi_bar_c * sum_{k in K'} phi_{c,k}; pruned experts keep their phi. [C, K'], [C, K] -> [C, K]"""
-    if len(kept) == phi.shape[1]:
+    if len(kept) == phi.shape[-1]:
         return phi_bar  # nothing pruned: Algorithm 1 to the last bit
     mass = phi[:, kept].sum(dim=1, keepdim=True)
     inside = torch.zeros(phi.shape[1], dtype=torch.bool, device=phi.device)
@@ -40,7 +40,7 @@ def reweigh(phi_bar: Tensor, phi: Tensor, kept: list[int]) -> Tensor:
 
 def renormalise(phi: Tensor, kept: list[int]) -> Tensor:
     """phi''_{c,k} = phi_{c,k} / sum_{k in K'} phi_{c,k} for k in K': [C, K] -> [C, K']."""
-    if len(kept) == phi.shape[1]:
+    if len(kept) == phi.shape[-1]:
         return phi
     part = phi[:, kept]
     return part / part.sum(dim=1, keepdim=True).clamp(min=torch.finfo(phi.dtype).tiny)

@@ -31,7 +31,9 @@ class Batch(NamedTuple):
 
 # (parameters, mini-batch, carry) -> (loss of each point [B], penalty, carry)
 PointLoss = Callable[[Mapping[str, Tensor], Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
-# the same of one client among several: and what stays the same while it trains
+# (parameters, what stays the same while clients train, mini-batches, carry) -> (loss of each client [G], carry)
+GroupLosses = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, Carry]]
+# the same as PointLoss, of one client among several: and what stays the same while it trains
 GroupLoss = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
 
 
@@ -76,10 +78,12 @@ def mean_of_last_epoch(losses: list[float], epochs: int) -> float:
 
 
 def mean_loss(points: Tensor, penalty: Tensor | float, weight: Tensor) -> Tensor:
-    """What is minimised, from the loss of each point [B]: what fills a group up weighs nothing."""
+    """What is minimised, from the loss of each point [..., B]: what fills a group up weighs nothing. -> [...]"""
     if points.shape != weight.shape:
-        raise ValueError(f"a loss must give one number for each of {len(weight)} points. Got {list(points.shape)}.")
-    return (weight * points).sum() + penalty
+        raise ValueError(
+            f"a loss must give one number for each of {weight.shape[-1]} points. Got {list(points.shape)}."
+        )
+    return (weight * points).sum(dim=-1) + penalty
 
 
 def train_client(
@@ -145,7 +149,7 @@ def train_group(
     params: Mapping[str, Tensor],
     fixed: Any,
     carry: Carry,
-    loss_of: GroupLoss,
+    losses_of: GroupLosses,
     data: Sequence[Examples],
     schedule: Schedule,
     rngs: Sequence[Stream],
@@ -161,15 +165,15 @@ def train_group(
     state = schedule.optimizer.init(current)
     losses: list[Tensor] = []
     for step in range(max(fill.steps)):
-        batch, active = fill.batch(step)
+        batch = fill.batch(step)
         leaves = {name: value.detach().requires_grad_() for name, value in current.items() if trains(name)}
-        each, new_carry = group_losses(loss_of, current | leaves, fixed, batch, carry)
+        each, new_carry = losses_of(current | leaves, fixed, batch, carry)
         grads = torch.autograd.grad(each.sum(), list(leaves.values()), allow_unused=True)
         losses.append(each.detach())
         used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
         with torch.no_grad():
             after, state_after = schedule.optimizer.update(current, used, state, schedule.factor)
-            if not bool(active.all()):  # somebody is done: no step without points
+            if (active := fill.active(step)) is not None:  # somebody is done: no step without points
                 after = _only(active, after, current)
                 state_after = {part: _only(active, tensors, state[part]) for part, tensors in state_after.items()}
                 new_carry = like_tree(carry, _only(active, tensors_of(new_carry), tensors_of(carry)))
@@ -177,18 +181,52 @@ def train_group(
     return _outcomes(torch.stack(losses).T.tolist(), fill.steps, current, carry, schedule.passes.epochs)
 
 
-def group_losses(
-    loss_of: GroupLoss, params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry
-) -> tuple[Tensor, Carry]:
-    """The loss of each of G clients [G], and their carry: the loss of one client, vectorised."""
+def with_leading_dimension(loss_of: GroupLoss) -> GroupLosses:
+    """The loss of each of G clients [G] from a loss that takes all of them at once: points [G, B], a penalty [G] or none."""
 
-    def of_one(params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+    def losses_of(params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
         points, penalty, after = loss_of(params, fixed, batch, carry)
         return mean_loss(points, penalty, batch.weight), after
 
-    dims = torch.utils._pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, fixed)
-    losses, after = torch.vmap(of_one, in_dims=(0, dims, 0, 0))(dict(params), fixed, batch, carry)
-    return losses, after
+    return losses_of
+
+
+class Vectorised:
+    """The loss of each of G clients [G], and their carry, from the loss of one client.
+
+    torch.vmap is given one flat tuple of tensors: its own way through nested containers costs more than small models do.
+    """
+
+    def __init__(self, loss_of: GroupLoss, params: Mapping[str, Tensor], fixed: Any, carry: Carry) -> None:
+        self._loss_of = loss_of
+        self._names = list(params)
+        self._fixed = fixed
+        self._fixed_names = list(tensors_of(fixed))
+        self._carry = carry
+        self._carry_names = list(tensors_of(carry))
+        self._vectorised = torch.vmap(self._of_one)
+
+    def _of_one(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """One client: parameters, what is fixed, the mini-batch and the carry, one after the other."""
+        params, at = len(self._names), len(self._names) + len(self._fixed_names)
+        fixed = like_tree(self._fixed, dict(zip(self._fixed_names, leaves[params:at], strict=True)))
+        batch = Batch(*leaves[at : at + len(Batch._fields)])
+        carried = dict(zip(self._carry_names, leaves[at + len(Batch._fields) :], strict=True))
+        points, penalty, after = self._loss_of(
+            dict(zip(self._names, leaves[:params], strict=True)), fixed, batch, like_tree(self._carry, carried)
+        )
+        told = tensors_of(after)
+        return (mean_loss(points, penalty, batch.weight), *(told[name] for name in self._carry_names))
+
+    def __call__(self, params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        constant, told = tensors_of(fixed), tensors_of(carry)
+        losses, *after = self._vectorised(
+            *(params[name] for name in self._names),
+            *(constant[name] for name in self._fixed_names),
+            *batch,
+            *(told[name] for name in self._carry_names),
+        )
+        return losses, like_tree(self._carry, dict(zip(self._carry_names, after, strict=True)))
 
 
 class _Filler:
@@ -199,22 +237,30 @@ class _Filler:
         self._x, self._y, self._c = (
             _filled([getattr(points, name) for points in data], max(sizes)) for name in ("x", "y", "c")
         )
-        self._device = self._x.device
-        self._plans = [
-            list(passes.batches(n, rng.child("batches"), self._device)) for n, rng in zip(sizes, rngs, strict=True)
-        ]
-        self._members = torch.arange(len(data), device=self._device).unsqueeze(1)
-        self.steps = [len(plan) for plan in self._plans]
+        device = self._x.device
+        plans = [list(passes.batches(n, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)]
+        self.steps = [len(plan) for plan in plans]
+        self._members = torch.arange(len(data), device=device).unsqueeze(1)
+        self._batches: list[tuple[Tensor, Tensor]] = []
+        self._active: list[Tensor | None] = []
+        for step in range(max(self.steps)):
+            taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in plans]
+            lengths = [len(points) for points in taken]
+            counts = torch.tensor(lengths, device=device)
+            index = _filled(taken, max(lengths))
+            there = torch.arange(index.shape[1], device=device) < counts.unsqueeze(1)
+            self._batches.append((index, there / counts.clamp(min=1).unsqueeze(1)))
+            self._active.append(None if min(lengths) else counts > 0)
 
-    def batch(self, step: int) -> tuple[Batch, Tensor]:
-        """Everybody's mini-batch of a step, and who still has one [G]."""
-        taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in self._plans]
-        index = _filled(taken, max(map(len, taken)))
-        counts = torch.tensor([len(points) for points in taken], device=self._device)
-        there = torch.arange(index.shape[1], device=self._device) < counts.unsqueeze(1)
-        weight = there / counts.clamp(min=1).unsqueeze(1)
+    def batch(self, step: int) -> Batch:
+        """Everybody's mini-batch of a step."""
+        index, weight = self._batches[step]
         at = (self._members, index)
-        return Batch(self._x[at], self._y[at], self._c[at], weight), counts > 0
+        return Batch(self._x[at], self._y[at], self._c[at], weight)
+
+    def active(self, step: int) -> Tensor | None:
+        """Who still has a mini-batch in this step [G]; None: everybody."""
+        return self._active[step]
 
 
 def _outcomes(

@@ -10,9 +10,11 @@ are compared by a digest of their effective settings: comments and order do not 
 
 import hashlib
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+from fedmix.catalogue import CATALOGUE
 from fedmix.errors import ClientError, FedmixError, RunError, SettingError
 from fedmix.experiment.files import write_bytes
 from fedmix.experiment.recipe import Recipe, dump_recipe, make_recipe, read_recipe
@@ -64,6 +66,7 @@ def accepted_or_refused(folder: Path, text: Any) -> Recipe:
     known = accepted_recipes(folder)
     digest = recipe_digest(asked)
     if digest in known:
+        _refuse_what_is_not_installed(known[digest])
         return known[digest]
     file = _keep(folder / "refused", asked)
     for old in sorted((folder / "refused").glob("*.toml"), key=lambda path: path.stat().st_mtime)[:-MOST_REFUSED]:
@@ -72,6 +75,16 @@ def accepted_or_refused(folder: Path, text: Any) -> Recipe:
         f"its owner has not accepted this recipe ({_difference(known, asked)}). It lies there as "
         f"{file.parent.name}/{file.name}; `fedmix deploy accept` there accepts it"
     )
+
+
+def _refuse_what_is_not_installed(recipe: Recipe) -> None:
+    """A method of somebody's own is code that sees the data: at a site it comes from a package that its owner installed."""
+    package = recipe.algorithm.partition(":")[0].partition(".")[0]
+    if recipe.algorithm not in CATALOGUE and package not in packages_distributions():
+        raise ClientError(
+            f"the method {recipe.algorithm!r} must come from a package that the site's owner installed. "
+            f"No installed package has {package!r}."
+        )
 
 
 def _refuse_repeatable_noise(recipe: Recipe) -> None:

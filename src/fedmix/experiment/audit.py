@@ -101,30 +101,9 @@ class _Audit:
             "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained, again=True),
         }
         attacks: dict[str, dict[str, Any]] = {"start": {}, "end": {}}
-        if self._bias_is_sent():
-            by_steps = partial(_by_steps, self.recipe.training.client_lr)
-            attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
-            for when in attacks:
-                attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
-                attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
-                if self.recipe.training.label_counts:
-                    attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
-            if self.recipe.training.label_counts:
-                self.notes["training.label_counts"] = (
-                    "counts are in front of what is shared, and its bias moves by what they do not explain; "
-                    "estimates by steps take it to be near zero"
-                )
-        else:
-            self.notes["bias"] = "the output bias is not sent in training, or the model has none"
         absent: dict[str, Any] = {"start": None, "end": None}
-        if self._posterior_says_something():
-            for when in attacks:
-                self.watch(f"solving for p(y|s), {when}", 0, 1)
-                attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
-                attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
-                if self._field("shares"):
-                    attacks[when]["reported"] = self._judge(seen[when], _reported, self.sides)
-                absent[when] = self._absent(seen[when])
+        self._attack_biases(seen, attacks)
+        self._attack_posteriors(seen, attacks, absent)
         return {
             "audited": len(self.chosen),
             "side": self.federation.side,
@@ -146,6 +125,38 @@ class _Audit:
             },
             "notes": self.notes,
         }
+
+    def _attack_biases(self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]]) -> None:
+        """What moves of the output bias say of labels."""
+        if self._bias_is_sent():
+            by_steps = partial(_by_steps, self.recipe.training.client_lr)
+            attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
+            for when in attacks:
+                attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
+                attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
+                if self.recipe.training.label_counts:
+                    attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
+            if self.recipe.training.label_counts:
+                self.notes["training.label_counts"] = (
+                    "counts are in front of what is shared, and its bias moves by what they do not explain; "
+                    "estimates by steps take it to be near zero"
+                )
+        else:
+            self.notes["bias"] = "the output bias is not sent in training, or the model has none"
+
+    def _attack_posteriors(
+        self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]], absent: dict[str, Any]
+    ) -> None:
+        """What q(z|s), phi and rows that come back unchanged say of c."""
+        if not self._posterior_says_something():
+            return
+        for when in attacks:
+            self.watch(f"solving for p(y|s), {when}", 0, 1)
+            attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
+            attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
+            if self._field("shares"):
+                attacks[when]["reported"] = self._judge(seen[when], _reported, self.sides)
+            absent[when] = self._absent(seen[when])
 
     def _experiment(self, recipe: Recipe) -> Experiment:
         made = self.run.experiment

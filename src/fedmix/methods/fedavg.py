@@ -23,11 +23,12 @@ def loss(
 ) -> tuple[Tensor, float, Carry]:
     """-log p(y|x) of each point, no penalty."""
     logits, _ = outputs(model, parts, batch.x)
-    return cross_entropy(logits[0], batch.y), 0.0, carry
+    return cross_entropy(logits[..., 0, :, :], batch.y), 0.0, carry
 
 
 def fedavg(setup: Setup, settings: NoSettings | None = None) -> Method:
-    return Method(loss=partial(loss, setup.model), anonymous=None)
+    plain = partial(loss, setup.model)
+    return Method(loss=plain, leading=plain)
 
 
 def with_private(setup: Setup, is_private: Callable[[str], bool], anonymous: Anonymous) -> Method:

@@ -34,6 +34,7 @@ from fedmix.core.server import server_optimizer
 from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
 from fedmix.errors import SettingError
+from fedmix.methods import gates
 from fedmix.methods.fedmix_settings import FedmixSettings
 from fedmix.methods.page import Page
 
@@ -79,8 +80,10 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
     if mix.shares_phi and settings.prior == "reported":
         fields["c_shares"] = Field((setup.categories,), tells="shares")
     mix.prior  # noqa: B018 (shares that do not fit are refused now)
+    bound_or_direct = partial(loss, mix)
     return Method(
-        loss=partial(loss, mix),
+        loss=bound_or_direct,
+        leading=bound_or_direct,
         place=lambda name: "expert",
         experts=mix.K,
         prepare=partial(prepare, mix),
@@ -101,9 +104,9 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         bound=partial(bound, mix) if settings.objective == "bound" else None,
         anonymous=Anonymous(
             "gates averaged with p(s)",
-            partial(average_gates, mix),
-            pool=partial(pool, mix) if mix.shares_phi else None,
-            distil=partial(distil, mix),
+            partial(gates.average, setup.model),
+            pool=partial(gates.pool, setup.model) if mix.shares_phi else None,
+            distil=partial(gates.distil, setup.model),
         ),
         newcomer=partial(newcomer, mix),
         hand_over=lambda private: {name: value for name, value in private.items() if name.startswith("gate.")},
@@ -117,19 +120,15 @@ def ungroupable(settings: FedmixSettings) -> str | None:
     """What reads values on the way cannot be vectorised."""
     if settings.eta:
         return "fedmix.eta leaves other experts out for each client"
-    if settings.skip_below:
-        return "fedmix.skip_below leaves other points out for each client"
-    return None
+    return "fedmix.skip_below leaves other points out for each client" if settings.skip_below else None
 
 
 def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacySettings) -> None:
     """Pruning tells who uses which expert, by what is sent and what comes back."""
-    if protection.noise:
-        must = "0 with privacy.noise: which experts come back would tell what the noise is to hide"
-        require(settings.eta == 0, "fedmix.eta", must, settings.eta)
-    if server.aggregation == "linear":
-        must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
-        require(settings.eta == 0, "fedmix.eta", must, settings.eta)
+    must = "0 with privacy.noise: which experts come back would tell what the noise is to hide"
+    require(not settings.eta or not protection.noise, "fedmix.eta", must, settings.eta)
+    must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
+    require(not settings.eta or server.aggregation != "linear", "fedmix.eta", must, settings.eta)
 
 
 PAGE = Page("FedMix", fedmix, FedmixSettings, "Reisser, Louizos, Gavves and Welling, 2021", check)
@@ -168,13 +167,14 @@ def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) ->
         features = features.detach()
     log_gate = gate.log_gate(subtree(parts.own, "gate"), features, keep)  # [B, K]
     log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
-    joint = objective.log_joint(log_lik, log_gate if len(keep) == mix.K else log_gate[:, keep])
+    joint = objective.log_joint(log_lik, log_gate if len(keep) == mix.K else log_gate[..., keep])
     if settings.objective == "direct":
         return objective.direct_losses(joint), 0.0, phi
     with torch.no_grad():
         phi_bar, present = posterior.solve_phi(joint, batch.c, mix.setup.categories, fixed["beta"], there)
         phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
-        q_lik, q_gate = prune.renormalise(phi, keep)[batch.c], phi[batch.c]
+        q_gate = posterior.of_points(phi, batch.c)
+        q_lik = q_gate if len(keep) == mix.K else posterior.of_points(prune.renormalise(phi, keep), batch.c)
     if matter is not None:
         log_lik = _learn_late(mix, parts, batch, log_lik, (q_lik >= settings.skip_below) & ~matter)
     if settings.full_steps:
@@ -284,9 +284,6 @@ def newcomer(mix: Mixture, extras: Extras, known: bool) -> Params:
     return {"phi": rows.mean(dim=0).expand(mix.setup.categories, mix.K)}
 
 
-# -- predictions ---------------------------------------------------------------------------------------------------------
-
-
 def combine(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> Tensor:
     """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s): [K', B, classes], [K', B, H] -> [B, classes]."""
     return objective.log_mixture(logits, gate.log_gate(subtree(own, "gate"), features, held, over=held))
@@ -300,28 +297,3 @@ def bound(
     joint = objective.log_joint(objective.log_likelihood(logits, y), log_gate)
     phi = sent["phi"] if mix.shares_phi else own.get("phi", mix.uniform())
     return objective.lower_bound(joint, prune.renormalise(phi, held)[c], mix.settings.beta)
-
-
-def average_gates(mix: Mixture, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Tensor:
-    """Without identity: the clients' gates averaged with p(s) or p(s|x)."""
-    logits, features = outputs(mix.setup.model, parts, x, training=False)
-    thetas = [subtree(private, "gate") for private in privates]
-    return objective.log_mixture(logits, gate.mean_log_gate(thetas, log_p_s, features, parts.held))
-
-
-def pool(mix: Mixture, parts: Parts, sent: Params, x: Tensor) -> Tensor:
-    logits, _ = outputs(mix.setup.model, parts, x, training=False)
-    return objective.log_pooled(logits, sent["phi"])
-
-
-def distil(mix: Mixture, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Params:
-    """One gate for the clients' gates averaged with p(s), from inputs that the server may have."""
-    thetas = [subtree(private, "gate") for private in privates]
-    chunks = []
-    with torch.no_grad():
-        for part in torch.split(x, 512):
-            _, features = outputs(mix.setup.model, parts, part, training=False)
-            chunks.append((features, gate.mean_log_gate(thetas, log_p_s, features, parts.held).exp()))
-    features = torch.cat([own for own, _ in chunks], dim=1)
-    theta = gate.distil(features, torch.cat([target for _, target in chunks]))
-    return {f"gate.{name}": value for name, value in theta.items()}
