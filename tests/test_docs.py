@@ -54,6 +54,23 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{page.name}: {target}"
 
 
+def test_the_guide_to_methods_runs_as_it_stands(tmp_path, monkeypatch):
+    """Its file, its commands and its check, in an empty folder."""
+    text = (ROOT / "docs" / "methods.md").read_text()
+    blocks = re.findall(r"```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)```", text, re.DOTALL)
+    assert [kind for kind, _, _ in blocks] == ["python", "sh", "python"]
+    (_, name, source), (_, _, commands), (_, _, check) = blocks
+    assert source == (ROOT / "examples" / "fedprox.py").read_text()
+    (tmp_path / name).write_text(source)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in (["sh", "-e", "-c", commands], [sys.executable, "-c", check]):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "runs" / "prox" / "summary.json").read_text())
+    assert summary["title"] == "FedProx"
+    assert "FedProx" in (tmp_path / "runs" / "both" / "report.html").read_text()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The documentation's site, built without a warning."""
