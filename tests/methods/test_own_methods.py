@@ -16,7 +16,7 @@ import fedmix as package
 from fedmix.core.tree import flatten
 from fedmix.errors import SettingError
 from fedmix.experiment.build import build
-from fedmix.experiment.recipe import make_recipe, read_recipe
+from fedmix.experiment.recipe import importable_from, make_recipe, named_object, read_recipe
 from fedmix.methods import Answer, Departure, Method, Page, cross_entropy, outputs
 from fedmix.methods.fedavg import fedavg
 from fedmix.rng import stream
@@ -263,6 +263,17 @@ def test_a_programme_in_phases():
     kept, adapted = algorithm.adapt(message, private, data, stream(0), 3)
     assert all(torch.equal(kept.tensors[name], value) for name, value in message.tensors.items())
     assert not torch.equal(adapted["out.weight"], private["out.weight"])
+
+
+def test_looking_for_a_name_leaves_the_path_as_it_was(prox):
+    """And what lies in the current folder is found before what lies beside a recipe that was read earlier."""
+    before = list(sys.path)
+    other = Path("elsewhere")
+    other.mkdir()
+    (other / "mine.py").write_text("fedprox = 1\n")
+    importable_from(other.resolve())
+    assert named_object(prox, "algorithm").title == "FedProx"
+    assert sys.path == before
 
 
 def test_a_recipe_is_not_changed_by_reading_it():

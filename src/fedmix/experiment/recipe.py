@@ -5,7 +5,8 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -406,11 +407,21 @@ def folders_beside() -> list[str]:
 def named_object(name: str, setting: str) -> Any:
     """The object that `package.module:name` stands for: in an installed package, in the current folder, or beside a recipe."""
     module, _, attribute = name.partition(":")
-    for folder in (str(Path.cwd()), *_beside):
-        there = folder in sys.path or (folder == str(Path.cwd()) and "" in sys.path)
-        if not there:
-            sys.path.append(folder)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with _found_in([str(Path.cwd()), *_beside]):
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(f"{setting} must name something that can be imported. {name!r} cannot: {error}.") from error
+
+
+@contextmanager
+def _found_in(folders: Sequence[str]) -> Iterator[None]:
+    """Modules are looked for in these folders too while this lasts; installed packages come first."""
+    added = [folder for folder in folders if folder not in sys.path]
+    sys.path.extend(added)
+    importlib.invalidate_caches()  # a file may be newer than the last look at its folder
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
