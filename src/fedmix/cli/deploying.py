@@ -166,7 +166,9 @@ def up(args: Any) -> int:
 
 
 def _default_out(folder: Path, recipe: Any) -> Path:
-    return folder / "runs" / f"{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
+    from fedmix.experiment.recipe import folder_of_run
+
+    return folder / "runs" / folder_of_run(recipe, f"{recipe.name}-")
 
 
 def predict(args: Any) -> int:

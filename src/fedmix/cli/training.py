@@ -21,12 +21,12 @@ def changes(args: Any, **more: Any) -> dict[str, Any]:
 
 
 def train(args: Any) -> int:
-    from fedmix.experiment.recipe import read_recipe
+    from fedmix.experiment.recipe import folder_of_run, read_recipe
 
     warm = str(Path(args.warm_start).resolve()) if args.warm_start else None
     recipe = read_recipe(args.recipe, args.algorithm, changes(args, seed=args.seed, warm_start=warm), args.scale)
     inside = (Path(args.recipe) / "recipe.toml").is_file()
-    default = args.recipe if inside else f"runs/{recipe.name}-{recipe.algorithm}-seed{recipe.seed}"
+    default = args.recipe if inside else f"runs/{folder_of_run(recipe, recipe.name + '-')}"
     out = Path(args.out or default)
     summary = _run_one(recipe, out, args)
     if summary is None:
@@ -37,7 +37,7 @@ def train(args: Any) -> int:
 
 def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     """Train one recipe into one directory; None if it was asked to stop on the way."""
-    from fedmix.experiment.build import build
+    from fedmix.experiment.build import EQUAL_START, build
     from fedmix.experiment.loggers import check_tools, logging_to
     from fedmix.experiment.record import RunDirectory
     from fedmix.experiment.run import Stopped, check, run
@@ -45,6 +45,8 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
 
     tools = check_tools(args.log)
     experiment = build(recipe, data_dir=args.data_dir)
+    if not args.quiet and experiment.algorithm.starts_equal():
+        say(EQUAL_START)
     check(experiment, args.engine, args.workers, args.device)
     directory = RunDirectory.open(out, recipe, args.resume, args.overwrite)
     try:
@@ -64,7 +66,7 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
 
 def compare(args: Any) -> int:
     from fedmix.experiment.files import write_json
-    from fedmix.experiment.recipe import read_recipe
+    from fedmix.experiment.recipe import folder_of_run, read_recipe
     from fedmix.report.text import comparison, comparison_table, q_map
 
     methods = names_in(args.algorithms)
@@ -78,7 +80,7 @@ def compare(args: Any) -> int:
     out = Path(args.out or f"runs/compare-{first.name}")
     summaries = []
     for recipe in recipes:
-        summary = _run_one(recipe, out / f"{recipe.algorithm}-seed{recipe.seed}", args)
+        summary = _run_one(recipe, out / folder_of_run(recipe), args)
         if summary is None:
             say("the methods before it are done; the same command with --resume goes on")
             return 130

@@ -65,14 +65,17 @@ class Algorithm:
         drawn = [model.init(stream(seed, "init", "expert", k)) for k in range(max(layout.experts, 1))]
         shared = layout.pick(drawn[0], "shared")
         experts = tuple(layout.pick(w, "expert") for w in drawn[: layout.experts])
-        if len(experts) > 1 and all(torch.equal(w, experts[1][name]) for name, w in experts[0].items()):
+        if len(experts) > 1 and _equal(experts[0], experts[1]):
             experts = _parted(experts, stream(seed, "init", "noise"))
         return self._state(shared, experts)
 
     def starts_equal(self) -> bool:
         """Whether experts would start from the same weights, and so are given a little noise."""
-        w = [self.layout.pick(self.setup.model.init(stream(0, "init", "expert", k)), "expert") for k in range(2)]
-        return self.layout.experts > 1 and all(torch.equal(value, w[1][name]) for name, value in w[0].items())
+        if self.layout.experts < 2:
+            return False
+        model = self.setup.model
+        one, other = (self.layout.pick(model.init(stream(self.seed, "init", "expert", k)), "expert") for k in range(2))
+        return _equal(one, other)
 
     def _state(self, shared: Params, experts: tuple[Params, ...]) -> State:
         optimizer = server_optimizer(self.setup.server)
@@ -274,6 +277,10 @@ class Algorithm:
         models = [{**alike, **w} for w in state.experts] or [alike]
         order = list(self.layout.places)
         return tuple({name: w[name] for name in order if name in w} for w in models)
+
+
+def _equal(one: Params, other: Params) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def _parted(experts: Sequence[Params], rng: Stream) -> tuple[Params, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError
 from fedmix.experiment.audit import audit_run
-from fedmix.experiment.build import Experiment, Given, build, start_of
+from fedmix.experiment.build import EQUAL_START, Experiment, Given, build, start_of
 from fedmix.experiment.inference import Options, Where, evaluate_run
 from fedmix.experiment.loggers import check_tools, logging_to
 from fedmix.experiment.recipe import OWN, Recipe, make_recipe, read_recipe
@@ -117,14 +117,10 @@ def audit(
 
 
 def start_words(experiment: Experiment, model: Any) -> list[str]:
-    """What is to be said of the weights of a module that was handed over as an object."""
-    if not isinstance(model, nn.Module):
-        return []
-    if experiment.recipe.model.start != "given":
+    """What is to be said of the weights that a run starts from."""
+    if isinstance(model, nn.Module) and experiment.recipe.model.start != "given":
         return ["the weights of the model are drawn anew; model_start='given' keeps those that it has"]
-    if experiment.algorithm.starts_equal():
-        return ["the experts start from the model's weights, told apart by a little noise on what is trained"]
-    return []
+    return [EQUAL_START] if experiment.algorithm.starts_equal() else []
 
 
 def effective_recipe(

@@ -25,6 +25,7 @@ from fedmix.models.resnet20 import ResNet20
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "resnet20": ResNet20}
 
 
+EQUAL_START = "the experts start from the same weights, told apart by a little noise on what is trained"
 Given = Callable[[], nn.Module] | nn.Module | None  # a model that was handed over
 
 

@@ -190,6 +190,12 @@ def is_method(name: str) -> bool:
     return name in CATALOGUE or importable or name == OWN
 
 
+def folder_of_run(recipe: Recipe, name: str = "") -> str:
+    """What a run's folder is called where nobody says; a method of one's own has a colon in its name, which folders may not."""
+    method = recipe.algorithm.replace(":", "-")
+    return f"{name}{method}-seed{recipe.seed}"
+
+
 def shipped() -> list[str]:
     return sorted(
         path.name.removesuffix(".toml") for path in files("fedmix.recipes").iterdir() if path.name.endswith(".toml")

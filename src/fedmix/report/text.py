@@ -189,6 +189,11 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("points, steps of a client in a round", f"{plan['points_per_client']:,.1f}, {plan['steps_per_client']:,}"),
         ("parameters of one model", f"{plan['parameters']:,}"),
         ("parameters shared, private to a client", f"{plan['parameters_shared']:,}, {plan['parameters_private']:,}"),
+        *(
+            [("parameters frozen, which are not sent", f"{frozen:,}")]
+            if (frozen := plan.get("parameters_frozen"))
+            else []
+        ),
         ("weights sent, down + up", f"{each['weights']:,} bytes = {size(each['weights'])}"),
         ("phi and q(z|s) sent", f"{each['posterior']:,} bytes = {size(each['posterior'])}"),
         ("a round sends", size(each["weights_per_round"] + each["posterior_per_round"])),
