@@ -21,7 +21,7 @@ from fedmix.data.federation import Federation
 from fedmix.engines.client import Task, perform, perform_group
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
-from fedmix.experiment.build import Experiment, build
+from fedmix.experiment.build import Experiment, build, find_page
 from fedmix.experiment.loop import Round, rounds
 from fedmix.experiment.recipe import OWN, make_recipe
 from fedmix.experiment.record import RunDirectory
@@ -41,9 +41,9 @@ def check_method(method: str | Page, **settings: Any) -> list[str]:
     for law in LAWS:
         try:
             law(made)
-        except AssertionError as error:
-            title = made.experiment().page.title
-            raise AssertionError(f"{title}: {(law.__doc__ or law.__name__).strip()} {error}".strip()) from error
+        except Exception as error:  # whatever is wrong is said of the law that it breaks
+            told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            raise AssertionError(f"{made.title}: {(law.__doc__ or law.__name__).strip()} {told}".strip()) from error
     return [law.__name__ for law in LAWS]
 
 
@@ -56,6 +56,10 @@ class _Made:
         section = CATALOGUE[self.name].section if self.name in CATALOGUE else "own"
         self.settings = {f"{section}.{key}": value for key, value in settings.items()}
         self.federation = _blobs()
+
+    @property
+    def title(self) -> str:
+        return find_page(self.name, self.page).title
 
     def experiment(self, **changes: Any) -> Experiment:
         base = {
@@ -198,6 +202,24 @@ def predictions_are_probabilities(made: _Made) -> None:
     assert torch.allclose(exported, log_p, atol=1e-5), "The module gives something else."
 
 
+def adapting_takes_as_long_as_it_is_told(made: _Made) -> None:
+    """A new client must train its private parts, and only those, for as many epochs as it is told."""
+    experiment = made.experiment()
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    message, new = algorithm.newcomer(algorithm.init(0), True), algorithm.new_client(0, 0)
+    short, long = (algorithm.adapt(message, new, data, stream(0), epochs) for epochs in (1, 20))
+    moved = {field.moved_from for field in algorithm.method.reply.values()}
+    for name, value in message.tensors.items():
+        assert name in moved or torch.equal(long[0].tensors[name], value), f"{name} was changed."
+    trained = [name for name in new if not torch.equal(new[name], long[1][name])]
+    assert bool(trained) or not algorithm.keeps_something or not any(map(algorithm.method.trains, new)), (
+        "Nothing is trained."
+    )
+    assert not trained or any(not torch.equal(short[1][n], long[1][n]) for n in trained), (
+        "20 epochs are as long as one."
+    )
+
+
 def sums_are_enough(made: _Made) -> None:
     """From sums over the cohort the server must come to the same weights, where the method says that sums are enough."""
     if made.experiment().algorithm.method.needs_clients:
@@ -219,5 +241,6 @@ LAWS: Sequence[Callable[[_Made], None]] = (
     engines_agree,
     a_resumed_run_is_one_that_never_stopped,
     predictions_are_probabilities,
+    adapting_takes_as_long_as_it_is_told,
     sums_are_enough,
 )

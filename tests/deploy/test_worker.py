@@ -218,6 +218,56 @@ def test_repeatable_noise_is_refused_where_data_has_owners(site):
         Worker(site).answer("query", asking("# " + "x" * 2**19))
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"client": "../../../victim"},
+        {"client": "/tmp/victim"},
+        {"client": -1},
+        {"client": 1.0},
+        {"round": "1"},
+        {"kind": "spy"},
+    ],
+)
+def test_an_order_names_clients_by_numbers_and_nothing_is_written_for_others(site, lie):
+    worker = Worker(site)
+    content = orders(worker)
+    packed = json.loads(content["table"]["json"])
+    packed["table"]["orders"][0]["task"] |= lie
+    content["table"]["json"] = json.dumps(packed)
+    before = sorted(site.parent.parent.rglob("*"))
+    with pytest.raises(ClientError, match="an order must"):
+        worker.answer("train", content)
+    assert [p for p in sorted(site.parent.parent.rglob("*")) if p not in before and "refused" not in p.parts] == []
+
+
+def test_a_client_that_is_not_here_is_not_answered_for(site):
+    worker = Worker(site)
+    content = orders(worker)
+    packed = json.loads(content["table"]["json"])
+    packed["table"]["orders"][0]["task"]["client"] = 1
+    content["table"]["json"] = json.dumps(packed)
+    (outcome,) = unpack_outcomes(worker.answer("train", content))
+    assert outcome.message is None
+    assert not (run_folder(site, RUN) / "clients" / "1").exists()
+
+
+def test_a_site_gives_no_density_no_rounds_beyond_its_recipe_and_few_noisy_answers(site):
+    worker = Worker(site)
+    for more, why in (({"kind": "density"}, "no model of its inputs"), ({"t": 21}, "has no round 21")):
+        (outcome,) = unpack_outcomes(worker.answer("train", orders(worker, **more)))
+        assert why in outcome.error
+    noisy = replace(agreed_recipe(site), privacy=PrivacySettings(clip=1.0, noise=1.0))
+    accept(site, noisy)
+    answers = []
+    for _ in range(7):
+        again = Worker(site)  # a site that is started anew counts on
+        (outcome,) = unpack_outcomes(again.answer("train", orders(again, recipe=dump_recipe(noisy))))
+        answers.append(outcome.error)
+    assert answers[:5] == [""] * 5
+    assert all("has answered 5 times in round 1" in error for error in answers[5:])
+
+
 def bundle(files):
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:

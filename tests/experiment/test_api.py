@@ -105,7 +105,7 @@ def test_predictions_for_somebody_who_is_none_of_the_clients(trained):
     _, run = trained
     federation = small_federation()
     if run.recipe.algorithm not in ("fedmix", "fedavg"):
-        with pytest.raises(RunError, match="here private parts decide"):
+        with pytest.raises(RunError, match="Here private parts decide"):
             run.predict(federation.x)
         return
     assert torch.allclose(run.log_prob(federation.x).exp().sum(dim=1), torch.ones(len(federation.x)))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from conftest import METHODS, fedmix, small_experiment, small_federation, small_
 
 import fedmix as package
 from fedmix.core.tree import flatten
-from fedmix.errors import SettingError
+from fedmix.errors import ClientError, ModelError, SettingError
 from fedmix.experiment.build import build
 from fedmix.experiment.recipe import importable_from, make_recipe, named_object, read_recipe
-from fedmix.methods import Answer, Departure, Method, Page, cross_entropy, outputs
+from fedmix.methods import Anonymous, Answer, Field, Method, Page, cross_entropy, outputs
 from fedmix.methods.fedavg import fedavg
 from fedmix.rng import stream
 from fedmix.testing import LAWS, check_method
@@ -240,7 +241,7 @@ def phased(setup, settings):
             arrival.parts, loss, only=lambda n: n.startswith("private."), epochs=settings.epochs, phase="head"
         )
         second, _ = fit(first, loss, only=lambda n: n.startswith("shared."), phase="body")
-        return Departure(second, arrival.sent, {}, {}, arrival.data)
+        return arrival.done(second)
 
     return Method(
         loss=loss,
@@ -263,6 +264,205 @@ def test_a_programme_in_phases():
     kept, adapted = algorithm.adapt(message, private, data, stream(0), 3)
     assert all(torch.equal(kept.tensors[name], value) for name, value in message.tensors.items())
     assert not torch.equal(adapted["out.weight"], private["out.weight"])
+
+
+def made(build_, **changes):
+    return build(small_recipe("own", **changes), small_federation(), page=Page("Made", build_))
+
+
+def test_a_phase_that_trains_nothing_is_an_error():
+    def build_(setup, settings):
+        plain = fedavg(setup)
+        train = lambda fit, arrival: arrival.done(fit(arrival.parts, plain.loss, only=lambda n: n == "out.bias")[0])  # noqa: E731
+        return replace(plain, train=train)
+
+    with pytest.raises(ClientError, match=r"a phase must train something. `only` takes none of shared\.fc1\.weight"):
+        train_serially(made(build_))
+
+
+def picky(setup, settings, kept=None):
+    """A mixture whose client trains the expert that fits it best, and sends that one back alone."""
+
+    def loss(parts, fixed, batch, carry):
+        first = parts._replace(experts={k: w for k, w in parts.experts.items() if k == 0})
+        logits, _ = outputs(setup.model, first, batch.x)
+        return cross_entropy(logits[0], batch.y), 0.0, carry
+
+    def answer(done):
+        return Answer({"share": torch.tensor([1.0, 0.0])}, experts=[0], keeps=kept or {})
+
+    return Method(
+        loss=loss,
+        place=lambda name: "expert",
+        experts=2,
+        reply={"share": Field((2,))},
+        weigh="share",
+        answer=answer,
+        combine=lambda logits, features, own, held: torch.log_softmax(logits[0], dim=1),
+    )
+
+
+def test_experts_that_do_not_come_back_exclude_noise_and_sums():
+    steps, _ = train_serially(made(picky))
+    assert steps[-1].diagnosis.detail["experts_returned"] == [4, 0]
+    for changes, why in (
+        ({"privacy.clip": 1.0, "privacy.noise": 0.5}, "would tell what the noise is to hide"),
+        ({"server.aggregation": "linear"}, "sums are over all of them"),
+    ):
+        with pytest.raises(ClientError, match=why):
+            train_serially(made(picky, **changes))
+
+
+def test_what_a_client_keeps_is_declared():
+    def strange(setup, settings):
+        return picky(setup, settings, kept={"more": torch.zeros(1)})
+
+    with pytest.raises(ClientError, match=r"what a client keeps must be of its `own`\. 'more' is not"):
+        train_serially(made(strange))
+
+    def twice(setup, settings):
+        return replace(picky(setup, settings), own=lambda weights: {"share": torch.zeros(1)})
+
+    with pytest.raises(ModelError, match="'share' must be the name of what is private or of what is sent, not of both"):
+        made(twice)
+
+
+def test_own_state_starts_from_the_models_weights_and_unsaid_predictions_are_none(tmp_path):
+    """A personal copy of the model, as Ditto has one; without a word on predictions without identity there are none."""
+
+    def personal(setup, settings, anonymous=None):
+        plain = fedavg(setup)
+        return replace(
+            plain,
+            own=lambda weights: {f"v.{name}": value for name, value in weights.items()},
+            prepare=lambda arrival: ({}, {}),
+            models=lambda parts: [{name.removeprefix("v."): value for name, value in parts.own.items()}],
+            anonymous=anonymous,
+        )
+
+    experiment = made(personal)
+    algorithm = experiment.algorithm
+    start = algorithm.new_client(0, 0)
+    assert torch.equal(start["v.out.weight"], algorithm.init(0).shared["out.weight"])
+    assert not algorithm.predicts_anonymously
+    given = {"federation": small_federation(), "engine": "serial", "rounds": 1, "evaluation": {"share_private": True}}
+    page = Page("Personal", personal)
+    run = package.train(algorithm=page, out=tmp_path / "none", **given)
+    assert run.summary["accuracy"]["global"] is None
+    assert "no predictions without client identity" in run.summary["notes"]["accuracy.global"]
+    notes = package.evaluate(tmp_path / "none", federation=small_federation(), algorithm=page, engine="serial")["notes"]
+    assert any("no predictions without client identity" in note for note in notes.values())
+
+    def with_shared(setup, settings):
+        def shared(parts, privates, log_p_s, x):
+            return torch.log_softmax(setup.model.apply(parts.shared, x, training=False)[0], dim=1)
+
+        return personal(setup, settings, Anonymous("the shared model", shared, private=False))
+
+    given["evaluation"] = {"share_private": False}  # nothing private is needed for it
+    shared = package.train(algorithm=Page("Shared", with_shared), out=tmp_path / "shared", **given)
+    assert shared.summary["accuracy"]["global"] > 0
+    assert shared.predict(small_federation().x[:3]).shape == (3,)
+
+
+def test_groups_are_refused_where_they_would_differ():
+    """Experts that differ between clients, a carry that is a number or changes its form, decay of what is left out."""
+
+    def selects(setup, settings):
+        return replace(picky(setup, settings), select=lambda extras, client: [client % 2])
+
+    assert made(selects).algorithm.one_by_one == "clients hold different experts"
+
+    def counts(setup, settings):
+        plain = fedavg(setup)
+
+        def loss(parts, fixed, batch, carry):
+            points, penalty, _ = plain.loss(parts, fixed, batch, {})
+            return points, penalty, {"step": carry["step"] + 1}
+
+        return replace(plain, loss=loss, prepare=lambda arrival: ({}, {"step": 0}))
+
+    assert "not made of tensors alone" in made(counts).algorithm.one_by_one
+
+    def grows(setup, settings):
+        plain = fedavg(setup)
+        return replace(plain, loss=lambda p, f, b, c: (*plain.loss(p, f, b, {})[:2], {"new": b.weight.sum()}))
+
+    assert "changes its form" in made(grows).algorithm.one_by_one
+    assert made(picky).algorithm.one_by_one is None
+    assert "would decay" in made(picky, **{"training.weight_decay": 0.1}).algorithm.one_by_one
+
+
+def test_fields_that_are_no_distributions_are_sent_and_noise_on_them_is_refused():
+    def tells(setup, settings, kind="numbers"):
+        reply = {"size": Field((1,), kind=kind)}
+        told = {"size": torch.tensor([123.0])}
+        return replace(fedavg(setup), reply=reply, answer=lambda done: Answer(told))
+
+    steps, _ = train_serially(made(tells))
+    assert not steps[-1].refused
+    with pytest.raises(SettingError, match="which has no bound that noise could hide"):
+        made(tells, **{"privacy.clip": 1.0, "privacy.noise": 0.5})
+    lying = made(
+        lambda setup, settings: tells(setup, settings, "simplex"), **{"privacy.clip": 1.0, "privacy.noise": 0.5}
+    )
+    with pytest.raises(ClientError, match="must be distributions: size: off the simplex"):
+        train_serially(lying)
+
+
+def test_extras_survive_a_checkpoint_whatever_they_are_called():
+    def keeps(setup, settings):
+        return replace(
+            fedavg(setup),
+            init=lambda: {"round": 7, "shared": {"out.bias": torch.full((3,), 5.0)}},
+            server=lambda extras, seen: extras | {"round": extras["round"] + 1},
+        )
+
+    experiment = made(keeps)
+    steps, _ = train_serially(experiment)
+    back = experiment.algorithm.state_from(flatten(steps[-1].state))
+    assert (back.round, back.extras["round"]) == (3, 10)
+    assert torch.equal(back.extras["shared"]["out.bias"], torch.full((3,), 5.0))
+    assert torch.equal(back.shared["out.bias"], steps[-1].state.shared["out.bias"])
+
+
+def test_a_run_goes_on_with_its_own_settings_and_code(prox):
+    command = ("train", "digits-skew", "--algorithm", prox, "--quiet", "--set", "data.clients=4", "--out", "runs/x")
+    assert fedmix(*command, "--rounds", "1", "--set", "own.mu=0.5").returncode == 0
+    without = fedmix(*command, "--rounds", "2", "--resume")
+    assert without.returncode == 2
+    assert "own.mu was 0.5, now it is None" in without.stderr
+    Path("mine.py").write_text(Path("mine.py").read_text().replace("settings.mu / 2", "settings.mu * 2"))
+    sys.modules.pop("mine")
+    changed = fedmix(*command, "--rounds", "2", "--resume", "--set", "own.mu=0.5")
+    assert changed.returncode == 2
+    assert "must be resumed with its own method" in changed.stderr
+    Path("mine.py").write_text("# a comment\n" + FEDPROX.read_text())
+    sys.modules.pop("mine")
+    assert fedmix(*command, "--rounds", "2", "--resume", "--set", "own.mu=0.5").returncode == 0
+
+
+@dataclass(frozen=True)
+class OddSettings:
+    kind: Literal["a", "b"] = "a"
+    most: float | None = None
+    pair: tuple[int, int] = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"kind": "c"}, "own.kind must be one of a, b"),
+        ({"most": "x"}, "own.most must be"),
+        ({"pair": [1, 2]}, "own.pair must be"),
+    ],
+)
+def test_settings_of_any_type_are_refused_in_one_line(settings, wrong):
+    page = Page("Odd", lambda setup, settings: fedavg(setup), OddSettings)
+    changes = {f"own.{key}": value for key, value in settings.items()}
+    with pytest.raises(SettingError, match=wrong):
+        build(small_recipe("own", **changes), small_federation(), page=page)
+    assert build(small_recipe("own", **{"own.kind": "b", "own.most": 2}), small_federation(), page=page)
 
 
 def test_looking_for_a_name_leaves_the_path_as_it_was(prox):

@@ -84,7 +84,7 @@ def test_a_warm_start_sends_other_frozen_weights_once():
     steps, privates = train_serially(experiment, state)
     frozen = 4 * (2 * BACKBONE + BACKBONE)
     assert steps[0].bytes_down - steps[1].bytes_down == 4 * frozen  # to four clients, in the first round alone
-    assert all(torch.equal(private["frozen.body.weight"], models[0]["body.weight"]) for private in privates.values())
+    assert all(torch.equal(private[".frozen.body.weight"], models[0]["body.weight"]) for private in privates.values())
     back = algorithm.state_from(flatten(steps[-1].state))
     assert flatten(back).keys() == flatten(steps[-1].state).keys()
     x = experiment.federation.x[:5]
@@ -123,6 +123,59 @@ def test_a_warm_start_takes_private_layers_along(tmp_path, start):
     assert after["accuracy"]["server"]["mean"] == pytest.approx(reached, abs=0.02)
     assert cold["accuracy"]["server"]["mean"] < reached - 0.2
     assert after["bytes_down"] > cold["bytes_down"]  # the layers were sent, once, and counted
+
+
+def test_a_start_that_was_sent_is_taken_once():
+    """A newcomer's adapted layers count, and a client whose answer was refused is not set back."""
+    plain = small_experiment("fedavg", rounds=10)
+    models = plain.algorithm.experts(train_serially(plain)[0][-1].state)
+    experiment = small_experiment("local-global")
+    algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
+    state = algorithm.warm_start(algorithm.init(0), models, stream(0))
+    message, new = algorithm.newcomer(state, True), algorithm.new_client(0, 0)
+    after, private = algorithm.adapt(message, new, data, stream(0), 30)
+    with torch.no_grad():
+        before, adapted = algorithm.predict(message, new, data.x), algorithm.predict(after, private, data.x)
+    wanted = models[0]["fc1.weight"]
+    assert torch.equal(algorithm.client.parts(message, new).private["fc1.weight"], wanted)
+    assert not torch.allclose(before, adapted, atol=1e-3)
+    _, trained_once = algorithm.client_update(message, new, data, stream(0), None)
+    again = algorithm.client.parts(message, trained_once).private["fc1.weight"]
+    assert torch.equal(again, trained_once["fc1.weight"])
+    assert not torch.equal(again, wanted)
+
+
+def test_frozen_weights_of_an_older_run_are_taken_or_refused():
+    experiment = small_experiment("fedmix", model=Pretrained)
+    algorithm = experiment.algorithm
+    flat = {name.removeprefix("extras."): value for name, value in flatten(algorithm.init(0)).items()}
+    other = Pretrained(seed=9).state_dict()
+    for k in range(3):
+        flat |= {f"experts.{k}.body.{kind}": other[f"body.{kind}"] for kind in ("weight", "bias")}
+    state = algorithm.state_from(flat)
+    assert torch.equal(algorithm.experts(state)[1]["body.weight"], other["body.weight"])
+    with pytest.raises(ValueError, match="differs between experts"):
+        algorithm.state_from(flat | {"experts.1.body.weight": other["body.weight"] + 1})
+
+
+def test_frozen_weights_of_half_precision_have_a_digest_and_a_missing_weight_is_no_weight():
+    assert digest_of({"a": torch.ones(3, dtype=torch.bfloat16)}) != digest_of({"a": torch.ones(3, dtype=torch.float16)})
+    model = small_experiment("fedavg").model
+    part = {name: value for name, value in model.init(stream(0)).items() if name != "out.bias"}
+    with pytest.raises(ModelError, match=r"a model needs all of its parameters\. Missing: out\.bias"):
+        model.apply(part, torch.zeros(2, 2), training=False)
+
+
+def test_a_clients_module_can_be_saved(tmp_path):
+    for method in METHODS:
+        run_ = fedmix.train(
+            federation=small_federation(), out=tmp_path / method, algorithm=method, engine="serial", rounds=1
+        )
+        module = run_.client(0).module()
+        torch.save(module, tmp_path / "module.pt")
+        x = small_federation().x[:4]
+        with torch.no_grad():
+            assert torch.equal(torch.load(tmp_path / "module.pt", weights_only=False)(x), module(x))
 
 
 def test_private_layers_start_apart_where_that_is_said():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.core.client import FROZEN, START, ClientSide
+from fedmix.core.client import DIGEST, FROZEN, START, ClientSide
 from fedmix.core.method import LABELS, Method, Parts, Setup, with_labels
 from fedmix.core.placement import Layout, digest_of, lay_out
 from fedmix.core.server import ServerSide, State, server_optimizer
@@ -34,12 +34,21 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         self.layout.refuse_equal_names(sorted({*self.method.reply, *self.method.sends(self.method.init())}))
+        both = sorted(self.method.reply.keys() & {*self.layout.private, *self.client.own_names})
+        if both:
+            raise ModelError(
+                f"{self.name}: {both[0]!r} must be the name of what is private or of what is sent, not of both."
+            )
+        free = [name for name, declared in self.method.reply.items() if declared.kind != "simplex"]
+        if free and self.setup.privacy.noise:
+            raise SettingError(
+                f"privacy.noise must be 0 with {self.name}: it sends {free[0]!r}, which has no bound that noise could hide."
+            )
         if self.layout.experts and self.method.weigh not in self.method.reply:
             raise ModelError(f"{self.name}: a method with experts must name the field of its reply that weighs them.")
-        if self.method.needs_clients and self.setup.server.aggregation == "linear":
-            raise SettingError(
-                f"server.aggregation must be 'clients' with {self.name}: {self.method.needs_clients}. Got 'linear' instead."
-            )
+        why = self.method.needs_clients or ("clients are sent different experts" if self.method.select else None)
+        if why and self.setup.server.aggregation == "linear":
+            raise SettingError(f"server.aggregation must be 'clients' with {self.name}: {why}. Got 'linear' instead.")
 
     @cached_property
     def layout(self) -> Layout:
@@ -85,19 +94,30 @@ class Algorithm:
     def new_client(self, seed: int, client: int | None = None) -> Private:
         """The private state that a client starts from: the same for all, unless the method starts them apart."""
         address = ("init", "expert", 0) if client is None or not self.method.apart else ("init", "client", client)
-        weights = (
-            self.layout.pick(self.setup.model.init(stream(seed, *address)), "private") if self.layout.private else {}
-        )
+        drawn = self.setup.model.init(stream(seed, *address))
         counts = {LABELS: torch.zeros(self.setup.model.classes)} if self.setup.training.label_counts else {}
-        return {**weights, **self.method.own(), **counts}
+        return {**self.layout.pick(drawn, "private"), **self.method.own(drawn), **counts}
 
     def state_from(self, flat: Mapping[str, Tensor]) -> State:
         """A state from the tensors of a checkpoint, of this version or an older one. Raises KeyError or ValueError."""
         template = self.init(self.seed)
         names = flatten(template)
-        moved = {f"extras.{name}": value for name, value in flat.items() if f"extras.{name}" in names}
-        state = unflatten(template, {**flat, **moved})
-        return replace(state, once=subtree(flat, "once"))
+        older = {f"extras.{name}": value for name, value in flat.items() if f"extras.{name}" in names}
+        state = unflatten(template, {**older, **flat})
+        return replace(state, once=subtree(flat, "once") or self._once(self._frozen_of_before(flat), {}))
+
+    def _frozen_of_before(self, flat: Mapping[str, Tensor]) -> Params:
+        """Frozen tensors of a checkpoint of schema 1, which had them in the model or in every expert."""
+        found: Params = {}
+        for name in self.layout.frozen:
+            copies = [flat[key] for key in (f"shared.{name}", *self._expert_keys(name)) if key in flat]
+            if any(not torch.equal(copies[0], other) for other in copies[1:]):
+                raise ValueError(f"{name} is frozen and differs between experts, as older versions drew it; train anew")
+            found |= {name: copies[0]} if copies else {}
+        return found
+
+    def _expert_keys(self, name: str) -> list[str]:
+        return [f"experts.{k}.{name}" for k in range(self.layout.experts)]
 
     def warm_start(self, state: State, models: Sequence[Params], rng: Stream) -> State:
         """Weights of another run's models: one for each expert, or one for all, which then part by a little noise.
@@ -119,15 +139,22 @@ class Algorithm:
             shared={name: w.clone() for name, w in layout.pick(models[0], "shared").items()},
             experts=tuple({name: w.clone() for name, w in expert.items()} for expert in experts),
         )
-        return replace(copied, once=self._once(models[0]))
+        return replace(copied, once=self._once(layout.pick(models[0], "frozen"), self._private_of(models[0])))
 
-    def _once(self, model: Params) -> Params:
-        start = {f"{START}.{name}": model[name].clone() for name in self.layout.private if name in model}
-        frozen = {f"{FROZEN}.{name}": model[name].clone() for name in self.layout.frozen}
-        if all(torch.equal(value, self.client.frozen[name]) for name, value in subtree(frozen, FROZEN).items()):
+    def _private_of(self, model: Params) -> Params:
+        return {name: model[name] for name in self.layout.private if name in model}
+
+    def _once(self, frozen: Params, start: Params) -> Params:
+        """What each client is sent once: frozen tensors that it cannot make itself, private layers to start from."""
+        if all(torch.equal(value, self.client.frozen[name]) for name, value in frozen.items()):
             frozen = {}
-        once = start | frozen
-        return once | {"delivered": torch.zeros(self.setup.clients, dtype=torch.bool)} if once else {}
+        if not frozen and not start:
+            return {}
+        once = {f"{START}.{name}": value.clone() for name, value in start.items()}
+        once |= {f"{FROZEN}.{name}": value.clone() for name, value in frozen.items()}
+        digest = digest_of({**self.setup.model.buffers, **self.client.frozen, **frozen})
+        delivered = torch.zeros(self.setup.clients, dtype=torch.bool)
+        return once | {"delivered": delivered, "digest": torch.tensor(digest)}
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -147,14 +174,12 @@ class Algorithm:
         return self._message(state, everybody, sent, None)
 
     def _message(self, state: State, experts: Mapping[int, Params], sent: Params, s: int | None) -> Message:
-        once = {name: value for name, value in state.once.items() if name != "delivered"}
+        once = {name: value for name, value in state.once.items() if name.startswith((START, FROZEN))}
         if s is not None and once and bool(state.once["delivered"][s]):
             once = {}
         numbers: dict[str, float] = {"round": state.round + 1}
         if self.layout.frozen:
-            frozen = self.client.frozen | subtree(state.once, FROZEN)
-            buffers = self.setup.model.buffers
-            numbers[FROZEN] = digest_of({**buffers, **frozen}) if state.once else self.client.own_digest
+            numbers[DIGEST] = int(state.once["digest"]) if state.once else self.client.own_digest
         return Message({**self.layout.pack(state.shared, experts), **sent, **once}, numbers)
 
     def client_update(
@@ -225,18 +250,30 @@ class Algorithm:
     def predict_anonymous(self, message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Tensor:
         """log p(y|x) without client identity; log_p_s: log p(s) [S] or log p(s|x) [B, S]."""
         if self.method.anonymous is None:
+            if not self.predicts_anonymously:
+                raise ModelError(f"{self.name} has no predictions without client identity.")
             return self.predict(message, {}, x)
         return self.method.anonymous.predict(self.client.parts(message, {}), privates, log_p_s, x)
 
     @property
     def uses_private(self) -> bool:
         """Whether predictions without identity need anything private: if not, clients hand nothing over for them."""
-        return bool(self.layout.private or self.method.own())
+        if self.method.anonymous is not None and not self.method.anonymous.private:
+            return False
+        return self.keeps_something
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether clients keep anything of their own, beside label counts."""
+        return bool(self.layout.private or self.client.own_names)
+
+    @property
+    def predicts_anonymously(self) -> bool:
+        return self.method.anonymous is not None or not self.keeps_something
 
     def hand_over(self, private: Private) -> Private:
         """The part of a private state that predictions without identity need."""
-        kept = {name: v for name, v in private.items() if name != LABELS and not name.startswith(FROZEN + ".")}
-        return self.method.hand_over(kept)
+        return self.method.hand_over({name: value for name, value in private.items() if not name.startswith(".")})
 
     @property
     def counts_labels(self) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedmix.core import privacy
+from fedmix.core import guard, privacy
 from fedmix.core.method import LABELS, Answer, Arrival, Departure, Fixed, Loss, Method, Parts, Setup
 from fedmix.core.objective import label_offset
 from fedmix.core.optim import rate_factor, sgd
@@ -24,12 +24,18 @@ from fedmix.core.training import (
     train_group,
     with_leading_dimension,
 )
-from fedmix.core.tree import Params, stack_trees, subtree, tensors_of
+from fedmix.core.tree import Params, only_tensors, placed, stack_trees, subtree, tensors_of
 from fedmix.core.types import Examples, Message, Private
 from fedmix.errors import ModelError, StepError
 from fedmix.rng import Stream, stream
 
-START, FROZEN = "start", "frozen"  # before names of tensors that a client is sent once
+# Names that begin with a dot are the house's own: no parameter of a module has such a name.
+START, FROZEN = ".start", ".frozen"  # before names of tensors that a client is sent once
+STARTED = ".started"  # of a private state: it has gone on from what it was sent to start from
+DIGEST = "frozen"  # of a message's numbers: which frozen tensors it is about
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,17 @@ class ClientSide:
     def parts(self, message: Message, private: Mapping[str, Tensor]) -> Parts:
         """A message and a private state, by place."""
         found = self.layout.unpack(message.tensors)
+        device = next((value.device for value in (*message.tensors.values(), *private.values())), CPU)
         frozen = self.frozen | subtree(private, FROZEN) | subtree(found.beside, FROZEN)
-        self._refuse_other_frozen(message, frozen)
-        start = subtree(found.beside, START)  # of a run that starts from another's private layers
+        start = {} if STARTED in private else subtree(found.beside, START)
         beside = self.beside(private)
         return Parts(
             shared=found.shared,
             experts=found.experts,
             private=self.layout.pick({**private, **start}, "private") if self._holds_private(private) else start,
-            frozen=frozen,
+            frozen=placed(frozen, device),
             own={name: value for name, value in beside.items() if self.method.trains(name)},
+            kept={name: value for name, value in beside.items() if not self.method.trains(name)},
             labels={LABELS: private[LABELS]} if LABELS in private else {},
             stacked={},
         )
@@ -67,14 +74,11 @@ class ClientSide:
     def beside(self, private: Mapping[str, Tensor]) -> Params:
         """What the method keeps at a client beside weights."""
         weights = set(self.layout.private)
-        return {
-            name: value
-            for name, value in private.items()
-            if name not in weights and name != LABELS and not name.startswith(FROZEN + ".")
-        }
+        return {name: value for name, value in private.items() if name not in weights and not name.startswith(".")}
 
-    def _refuse_other_frozen(self, message: Message, frozen: Params) -> None:
-        named = message.numbers.get(FROZEN)
+    def _refuse_other_frozen(self, message: Message, private: Mapping[str, Tensor]) -> None:
+        named = message.numbers.get(DIGEST)
+        frozen = self.frozen | subtree(private, FROZEN) | subtree(message.tensors, FROZEN)
         if named is not None and int(named) != self._digest(frozen):
             raise ModelError(
                 "the model's frozen weights must be the server's. They are not: what builds the model must give the same "
@@ -90,6 +94,11 @@ class ClientSide:
     def own_digest(self) -> int:
         """Of the frozen tensors that a client can make itself, and of the module's buffers."""
         return digest_of({**self.setup.model.buffers, **self.frozen})
+
+    @cached_property
+    def own_names(self) -> frozenset[str]:
+        """What the method keeps at a client beside weights."""
+        return frozenset(self.method.own(self.setup.model.init(stream(0, "names"))))
 
     def own_labels(self, y: Tensor) -> Private:
         """training.label_counts: a client's label counts in front of what is shared, which then learns p(y|x) of labels in
@@ -111,10 +120,10 @@ class ClientSide:
         self, message: Message, private: Private, data: Examples, rng: Stream, epochs: int
     ) -> tuple[Message, Private]:
         """Private parts alone, on labelled points of a client that never took part; what is shared stays as it is."""
-        if not self.layout.private and not self.method.own():
+        if not self.layout.private and not self.own_names:
             return message, self.own_labels(data.y)
         reply, after = self._train(message, private, data, rng, epochs, private_alone)
-        moved = {
+        moved: dict[str, Tensor] = {
             field.moved_from: reply.tensors[name]
             for name, field in self.method.reply.items()
             if field.moved_from and name in reply.tensors
@@ -133,7 +142,7 @@ class ClientSide:
         arrival = self._arrive(message, private, data, rng)
         schedule = self._schedule(arrival.round, epochs)
         if self.method.train is not None:
-            return self._in_phases(arrival, private, schedule, trains)
+            return self._in_phases(arrival, schedule, trains, fixed_epochs=epochs is not None)
         fixed, carry = self.method.prepare(arrival)
 
         def loss_of(params: Mapping[str, Tensor], batch: Batch, carry: Carry) -> tuple[Tensor, Tensor | float, Carry]:
@@ -144,9 +153,12 @@ class ClientSide:
         return self._leave(arrival, Departure(parts, arrival.sent, fixed, trained.carry, data), trained.loss)
 
     def _in_phases(
-        self, arrival: Arrival, private: Private, schedule: Schedule, trains: Callable[[str], bool]
+        self, arrival: Arrival, schedule: Schedule, trains: Callable[[str], bool], fixed_epochs: bool
     ) -> tuple[Message, Private]:
-        """The method's own programme. What it calls to train something is the same loop as everybody's."""
+        """The method's own programme. What it calls to train something is the same loop as everybody's (`method.Fit`).
+
+        fixed_epochs: whoever fine-tunes or adapts has said how many there are.
+        """
         assert self.method.train is not None
         losses: list[float] = []
 
@@ -159,11 +171,14 @@ class ClientSide:
             epochs: int | None = None,
             phase: str = "",
         ) -> tuple[Parts, Carry]:
-            """Train `only` some of the parts (names such as shared.fc.weight, own.gate.A) for some epochs."""
-            passes = schedule.passes if epochs is None else replace(schedule.passes, epochs=epochs)
+            flat = to_flat(parts)
+            if not any(map(only, flat)):
+                raise ModelError(f"a phase must train something. `only` takes none of {', '.join(list(flat)[:5])}, ...")
+            recipes = epochs is None or fixed_epochs
+            passes = schedule.passes if recipes else replace(schedule.passes, epochs=epochs or 1)
             rng = arrival.rng.child(phase) if phase else arrival.rng
             trained = train_client(
-                to_flat(parts),
+                flat,
                 carry if carry is not None else {},
                 lambda params, batch, carry: loss(from_flat(params, parts), fixed or {}, batch, carry),
                 arrival.data,
@@ -178,11 +193,21 @@ class ClientSide:
         return self._leave(arrival, departure, losses[-1] if losses else 0.0)
 
     def _arrive(self, message: Message, private: Private, data: Examples, rng: Stream) -> Arrival:
+        self._refuse_other_frozen(message, private)
         known = {**private, **self.own_labels(data.y)}
         beside = self.layout.unpack(message.tensors).beside
-        sent = {name: value for name, value in beside.items() if not name.startswith((START + ".", FROZEN + "."))}
+        sent = {name: value for name, value in beside.items() if not name.startswith(".")}
+        once = {name: value for name, value in beside.items() if name.startswith((START, FROZEN))}
         t = int(message.numbers["round"])
-        return Arrival(self.parts(message, known), sent, self.beside(private), data, t, rng)
+        return Arrival(
+            self.parts(message, known), sent, self.beside(private), data, t, rng, self._to_keep(private, once)
+        )
+
+    def _to_keep(self, private: Private, once: Params) -> Params:
+        """What a client keeps of what it is sent once: frozen tensors, and that it has started from there."""
+        kept = {name: value for name, value in {**private, **once}.items() if name.startswith(FROZEN)}
+        started = STARTED in private or any(name.startswith(START) for name in once)
+        return kept | ({STARTED: torch.ones(())} if started else {})
 
     def _schedule(self, t: int, epochs: int | None) -> Schedule:
         training = self.setup.training
@@ -194,13 +219,26 @@ class ClientSide:
     def _leave(self, arrival: Arrival, departure: Departure, loss: float) -> tuple[Message, Private]:
         """What a client sends after training, and what it keeps."""
         answer: Answer = self.method.answer(departure)
+        self._refuse_what_was_not_declared(answer)
         parts = departure.parts
         returned = parts.held if answer.experts is None else answer.experts
         weights = self.layout.pack(parts.shared, {k: parts.experts[k] for k in returned})
         kept = {**arrival.private, **parts.own, **answer.keeps}
-        once = {f"{FROZEN}.{n}": w for n, w in parts.frozen.items() if w is not self.frozen.get(n)}
         message = Message({**answer.fields, **weights}, {"n": len(arrival.data), "loss": loss})
-        return message, {**parts.private, **kept, **parts.labels, **once}
+        return message, {**parts.private, **kept, **parts.labels, **arrival.house}
+
+    def _refuse_what_was_not_declared(self, answer: Answer) -> None:
+        strange = sorted(answer.keeps.keys() - self.own_names)
+        if strange:
+            raise ModelError(f"{self.name}: what a client keeps must be of its `own`. {strange[0]!r} is not.")
+        if answer.experts is None:
+            return
+        noisy, linear = self.setup.privacy.noise > 0, self.setup.server.aggregation == "linear"
+        if noisy or linear:
+            why = (
+                "which of them come back would tell what the noise is to hide" if noisy else "sums are over all of them"
+            )
+            raise ModelError(f"{self.name}: a client must send all experts back with this recipe: {why}.")
 
     # -- side by side --------------------------------------------------------------------------------------------------
 
@@ -272,13 +310,23 @@ class ClientSide:
         """Why this method's clients are trained one after the other, or None; found out before anything is trained."""
         if self.method.train is not None:
             return "it trains in phases of its own"
-        return self.method.ungroupable or self.setup.model.ungroupable or self._differs_side_by_side()
+        different = "clients hold different experts" if self.method.select is not None else None
+        return self.method.ungroupable or different or self.setup.model.ungroupable or self._differs_side_by_side()
 
     def _differs_side_by_side(self) -> str | None:
         """Two made-up clients, one of whose mini-batches is filled up: the loss alone against the loss side by side."""
         arrivals = self._made_up_clients()
         prepared = [self.method.prepare(arrival) for arrival in arrivals]
+        for _, carry in prepared:
+            if not only_tensors(carry):
+                return "what its steps carry is not made of tensors alone"
         alone = [self._first_loss(*both) for both in zip(arrivals, prepared, strict=True)]
+        if any(
+            carried.keys() != tensors_of(carry).keys() for (_, carried), (_, carry) in zip(alone, prepared, strict=True)
+        ):
+            return "what its steps carry changes its form"
+        if self.setup.training.weight_decay and self._leaves_experts_out(arrivals[0], prepared[0]):
+            return "experts that its loss leaves out would decay in a group"
         try:
             params, fixed, carry = self._stacked(arrivals, prepared)
             batch = _filled_batch([arrival.data for arrival in arrivals])
@@ -292,6 +340,12 @@ class ClientSide:
             if not same or not all(torch.allclose(carried[n], v, rtol=1e-3, atol=1e-4) for n, v in own.items()):
                 return "points that only fill a group up would count in its loss"
         return None
+
+    def _leaves_experts_out(self, arrival: Arrival, prepared: tuple[Fixed, Carry]) -> bool:
+        """Whether some expert gets no gradient at all, and so no step."""
+        flat = {name: value.detach().requires_grad_() for name, value in to_flat(arrival.parts).items()}
+        loss, _ = self._first_loss(arrival._replace(parts=from_flat(flat, arrival.parts)), prepared)
+        return any(g is None for g in torch.autograd.grad(loss, list(flat.values()), allow_unused=True))
 
     def _first_loss(self, arrival: Arrival, prepared: tuple[Fixed, Carry]) -> tuple[Tensor, Params]:
         fixed, carry = prepared
@@ -308,7 +362,7 @@ class ClientSide:
             drawn = [setup.model.init(rng.child(k)) for k in range(max(self.layout.experts, 1))]
             experts = {k: self.layout.pick(w, "expert") for k, w in enumerate(drawn) if k < self.layout.experts}
             tensors = self.layout.pack(self.layout.pick(drawn[0], "shared"), experts)
-            private = {**self.layout.pick(drawn[0], "private"), **self.method.own()}
+            private = {**self.layout.pick(drawn[0], "private"), **self.method.own(drawn[0])}
             x = setup.example[:1].expand(size, *setup.example.shape[1:]) * (1.0 if g else 0.5)
             y = torch.arange(size) % setup.model.classes
             data = Examples(x.to(setup.example.dtype), y, torch.arange(size) % setup.categories)
@@ -327,6 +381,9 @@ class ClientSide:
             source = self._noise(rng)
             weights = privacy.noisy_weights(sent.tensors, weights, protection.clip, protection.noise, source)
         if protection.noise:
+            wrong = guard.off_simplex(fields)
+            if wrong:
+                raise ModelError(f"{self.name}: what noise is to protect must be distributions: {wrong}.")
             for name, value in fields.items():
                 fields[name] = privacy.noisy_rows(value, protection.noise, self._noise(rng.child(name)))
         if self.setup.server.aggregation == "linear":

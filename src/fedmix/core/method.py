@@ -7,7 +7,7 @@ warm starts, divergence, prediction and an exported module (core.algorithm).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Parts(NamedTuple):
     private: Params
     frozen: Params
     own: Params  # what the method keeps at the client and trains: gates
+    kept: Params  # what it keeps there and does not train
     labels: Params  # the client's own label counts as an offset of logits, under one name, or nothing
     stacked: Params  # experts [K, ...] in place of `experts`, where clients train side by side
     group: int = 0  # how many clients these are, where tensors have a first dimension for them (`Method.leading`)
@@ -70,6 +71,11 @@ class Arrival(NamedTuple):
     data: Examples
     round: int
     rng: Stream
+    house: Params = {}  # noqa: RUF012 (never changed): what the client keeps for the house, whatever the method
+
+    def done(self, parts: Parts, fixed: Fixed | None = None, carry: Carry = None) -> "Departure":
+        """What a programme of phases gives back: these parts, after training."""
+        return Departure(parts, self.sent, fixed or {}, {} if carry is None else carry, self.data)
 
 
 class Departure(NamedTuple):
@@ -92,8 +98,9 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor that every reply holds beside weights: rows [..., n] that are distributions.
+    """A tensor that every reply holds beside weights: rows [..., n] that are distributions, or any finite numbers.
 
+    kind: "simplex" for distributions, "numbers" for anything else; noise can protect the first alone.
     moved_from: the name of what was sent that it is a new value of; sums are then over how far it moved.
     tells: for audits, what it says of a client: its "marginal" q(z|s), the "posterior" q(z|c) or the "shares" of c.
     """
@@ -101,6 +108,7 @@ class Field:
     shape: tuple[int, ...]
     moved_from: str = ""
     tells: str = ""
+    kind: Literal["simplex", "numbers"] = "simplex"
 
 
 class Aggregate(NamedTuple):
@@ -115,7 +123,26 @@ class Aggregate(NamedTuple):
 
 # (parts, fixed, mini-batch, carry) -> (loss of each point [B], penalty, carry)
 Loss = Callable[[Parts, Fixed, Batch, Carry], tuple[Tensor, Tensor | float, Carry]]
-Fit = Callable[..., tuple[Parts, Carry]]  # (parts, loss, ...) -> what it is after training, see core.client
+
+
+class Fit(Protocol):
+    """The loop, for programmes of phases: trains some of the parts for some epochs, and gives back parts and carry.
+
+    only: which of them, by names such as shared.fc.weight, expert.2.fc.weight, private.out.bias or own.gate.A; all by default.
+    epochs: of this phase; None: the recipe's. Fine-tuning and adapting say how many there are, whatever a phase asks for.
+    phase: a name; phases of different names go over the points in different orders.
+    """
+
+    def __call__(
+        self,
+        parts: Parts,
+        loss: Loss,
+        fixed: Fixed | None = None,
+        carry: Carry = None,
+        only: Callable[[str], bool] = ...,
+        epochs: int | None = None,
+        phase: str = "",
+    ) -> tuple[Parts, Carry]: ...
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -137,7 +164,7 @@ def only_one(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> 
 class Anonymous:
     """Predictions without client identity, where private parts decide.
 
-    what: in words, for tables.
+    what: in words, for tables. private: whether it needs the clients' private states, or what is shared is enough.
     predict: (the server's parts, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y|x).
     pool: (parts, what is sent beside weights, x) -> log p(y|x) from what is shared alone, where c is the label.
     distil: (parts, private states, log p(s), inputs) -> one private state that does in place of all of them.
@@ -145,6 +172,7 @@ class Anonymous:
 
     what: str
     predict: Callable[[Parts, Sequence[Params], Tensor, Tensor], Tensor]
+    private: bool = True
     pool: Callable[[Parts, Params, Tensor], Tensor] | None = None
     distil: Callable[[Parts, Sequence[Params], Tensor, Tensor], Params] | None = None
 
@@ -159,8 +187,9 @@ class Method:
     place         (name) -> where a parameter lives
     experts       how many, where parameters are placed as "expert"
     prepare       (arrival) -> (fixed, carry): one look at a client's data and at what arrived, before it trains
-    train         (fit, arrival) -> departure: a programme of its own in place of the loop, in phases; never side by side
-    own           () -> what a client keeps beside weights, before it trained
+    train         (fit, arrival) -> arrival.done(parts): a programme of its own in place of the loop, in phases; never side by
+                  side. The loss that metrics show is then that of the last phase
+    own           (the weights that the model starts from) -> what a client keeps beside weights, before it trained
     trains        (name) -> whether the loop trains this of `own`
     reply         what replies hold beside weights
     weigh         the name of the reply's field [K] that weighs its experts; needed where there are experts
@@ -176,7 +205,7 @@ class Method:
     combine       (logits [M, B, classes], features [M, B, H], own, held) -> log p(y|x, s) [B, classes]
     gates         (features [M, B, H], own, held) -> p(z|x, s) [B, M]; None: there is one model
     bound         (logits, features, own, sent, y, c, held) -> the objective of each point [B], for metrics
-    anonymous     predictions without client identity; None: what is shared is enough, or there are none
+    anonymous     predictions without client identity; None: where nothing is private those of the shared model, else none
     newcomer      (extras, whether its values of c are known) -> what a client is sent beside weights that never took part
     hand_over     (private state) -> the part of it that predictions without identity need
     longer_steps  (q(z|s)) -> how much longer all steps together are than one model's, for audits
@@ -194,7 +223,7 @@ class Method:
     experts: int = 0
     prepare: Callable[[Arrival], tuple[Fixed, Carry]] = lambda arrival: ({}, {})
     train: Callable[[Fit, Arrival], Departure] | None = None
-    own: Callable[[], Params] = dict
+    own: Callable[[Params], Params] = lambda weights: {}
     trains: Callable[[str], bool] = lambda name: True
     reply: Mapping[str, Field] = field(default_factory=dict)
     weigh: str = ""

@@ -1,4 +1,4 @@
-"""A client's whole predictor as one ordinary `nn.Module`: experts, gate and all. It can be saved, scripted on, exported."""
+"""A client's whole predictor as one ordinary `nn.Module`: experts, gate and all. It can be saved and exported."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class ClientModule(nn.Module):
         model, method = algorithm.setup.model, algorithm.method
         parts = algorithm.client.parts(message, private)
         self.experts = nn.ModuleList(model.module_with(w) for w in method.models(parts))
-        self._method = method
+        self._combine, self._gates = method.combine, method.gates
         self._held = parts.held
         self._beside = {}
         for i, (name, value) in enumerate(algorithm.client.beside(private).items()):
@@ -46,11 +46,11 @@ class ClientModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits, features = self._outputs(x)
-        return self._method.combine(logits, features, self._own(), self._held)
+        return self._combine(logits, features, self._own(), self._held)
 
     def expert_weights(self, x: Tensor) -> Tensor:
         """p(z|x,s): how much each expert that the client holds counts for each input. [B, ...] -> [B, K']"""
         _, features = self._outputs(x)
-        if self._method.gates is None:
+        if self._gates is None:
             return features.new_ones(features.shape[1], 1)
-        return self._method.gates(features, self._own(), self._held)
+        return self._gates(features, self._own(), self._held)

@@ -47,6 +47,7 @@ class Model:
         self._layers: dict[str, nn.Module] = dict(self.module.named_modules())
         everything = list(self.module.named_parameters(remove_duplicate=False))
         self._tied = len(everything) > len(list(self.module.parameters()))
+        self._names = {name for name, _ in self.module.named_parameters()}
         self._refuse_what_cannot_be_averaged()
         self.channels_last = False
         self.channels_last = self._works_with_channels_last(example)
@@ -243,6 +244,10 @@ class Model:
         return torch.allclose(plain, other, rtol=1e-3, atol=1e-4)
 
     def _call(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if len(params) != len(self._names):  # torch would take the template's own, which are random
+            raise ModelError(
+                f"a model needs all of its parameters. Missing: {', '.join(sorted(self._names - params.keys()))}."
+            )
         if x.device != self._device:  # buffers; parameters come from outside
             self.module.to(x.device)
             self._device = x.device

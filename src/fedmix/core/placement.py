@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from fedmix.core.tree import Params
@@ -121,5 +122,5 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         known.update(f"{name} {value.dtype} {list(value.shape)};".encode())
-        known.update(value.numpy().tobytes())
+        known.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(known.digest(), "big")

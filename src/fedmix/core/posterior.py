@@ -63,8 +63,8 @@ def entropy_gradient(phi: Tensor, p_c: Tensor) -> Tensor:
 
 
 def mean_move(phi: Tensor, phi_s: Tensor, p_s: Tensor) -> Tensor:
-    """sum_s p(s) (phi - phi_s): phi [C, K], phi_s [S', C, K], p_s [S'] -> [C, K]."""
-    return (p_s.to(phi.dtype).view(-1, 1, 1) * (phi.unsqueeze(0) - phi_s)).sum(0)
+    """sum_s p(s) (phi - phi_s): phi [C, K] or any other shape, phi_s [S', C, K], p_s [S'] -> [C, K]."""
+    return (p_s.to(phi.dtype).view(-1, *[1] * phi.dim()) * (phi.unsqueeze(0) - phi_s)).sum(0)
 
 
 def phi_gradient(phi: Tensor, moved: Tensor, p_c: Tensor, entropy: float) -> Tensor:
@@ -81,7 +81,7 @@ def phi_gradient(phi: Tensor, moved: Tensor, p_c: Tensor, entropy: float) -> Ten
 
 def rows_held(phi: Tensor, phi_s: Tensor) -> Tensor:
     """Rows that some client of the cohort changed, [C]: the rows whose category somebody holds."""
-    return (phi_s != phi.unsqueeze(0)).any(dim=2).any(dim=0)
+    return (phi_s != phi.unsqueeze(0)).any(dim=-1).any(dim=0)
 
 
 def to_simplex(phi: Tensor, floor: float) -> Tensor:

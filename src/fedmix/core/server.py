@@ -75,9 +75,9 @@ class ServerSide:
         found = guard.wrong_shapes(shapes, fields) or guard.not_finite(fields)
         if found:
             return found
-        rows = dict(fields)
+        rows = {name: value for name, value in fields.items() if self.method.reply[name].kind == "simplex"}
         if self.linear:
-            for name, value in fields.items():
+            for name, value in rows.items():
                 base = self.method.reply[name].moved_from
                 rows[name] = value / n + (sent.tensors[base] if base else 0)
         return guard.off_simplex(rows)
@@ -169,7 +169,7 @@ class ServerSide:
             state = replace(state, shared=shared, opt=opt)
         if self.layout.experts:
             state = self._experts_from_sums(state, found, found.beside[self.method.weigh])
-        seen = self._aggregate_of_sums(found.beside, n, len(replies))
+        seen = self._aggregate_of_sums(state, found.beside, n, len(replies))
         extras = self.method.server(state.extras, seen)
         return replace(state, extras=extras), Diagnosis(None, self.method.watch(extras, seen, state.round))
 
@@ -183,11 +183,12 @@ class ServerSide:
         experts, opts = zip(*updated, strict=True)
         return replace(state, experts=experts, experts_opt=opts)
 
-    def _aggregate_of_sums(self, fields: Params, n: Any, clients: int) -> Aggregate:
-        based = {name for name, declared in self.method.reply.items() if declared.moved_from}
-        means = {name: fields[name] / n for name in self.method.reply if name not in based}
-        moved = {name: -fields[name] / n for name in based}
-        touched = {name: (fields[name] != 0).any(dim=1) for name in based}
+    def _aggregate_of_sums(self, state: State, fields: Params, n: Any, clients: int) -> Aggregate:
+        sent = self.method.sends(state.extras)
+        bases = {name: sent[own.moved_from] for name, own in self.method.reply.items() if own.moved_from}
+        moved = {name: -fields[name] / n for name in bases}
+        means = {name: bases[name] - moved[name] if name in bases else fields[name] / n for name in self.method.reply}
+        touched = {name: (fields[name] != 0).any(dim=-1) for name in bases}
         use = means[self.method.weigh] if self.method.weigh else torch.zeros(0)
         return Aggregate(clients, use, means, moved, touched)
 

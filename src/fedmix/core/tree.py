@@ -66,6 +66,13 @@ def tensors_of(tree: Any, prefix: str = "") -> Params:
     return found
 
 
+def only_tensors(tree: Any) -> bool:
+    """Whether a nesting of dicts and tuples holds nothing but tensors."""
+    if isinstance(tree, Tensor):
+        return True
+    return isinstance(tree, (dict, tuple, list)) and all(map(only_tensors, _branches(tree).values()))
+
+
 def like_tree(template: T, tensors: Mapping[str, Tensor], prefix: str = "") -> T:
     """A tree of the same form with other tensors, as `tensors_of` names them."""
     return _mapped(template, lambda path, _: tensors[path], prefix)

@@ -10,6 +10,7 @@ are compared by a digest of their effective settings: comments and order do not 
 
 import hashlib
 import tomllib
+from dataclasses import replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ MOST_REFUSED = 20  # files that are kept
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:32]
+    """Of the settings that decide: sections of other methods do not, and older versions wrote them all."""
+    section = CATALOGUE[recipe.algorithm].section if recipe.algorithm in CATALOGUE else ""
+    own = {section: getattr(recipe, section)} if section else {}
+    return hashlib.sha256(dump_recipe(replace(recipe, sections=own)).encode()).hexdigest()[:32]
 
 
 def agreed_recipe(folder: Path) -> Recipe:

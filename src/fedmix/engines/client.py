@@ -22,6 +22,10 @@ BOUND = "bound"  # the method's objective, where it has one to report
 ADAPTED = "adapted_"  # a score of the adapted private parts with the server's weights
 
 
+Kind = Literal["train", "evaluate", "density", "share"]
+PARTS = ("train", "validation", "test")
+
+
 @dataclass(frozen=True)
 class Task:
     """What the server asks of one client.
@@ -34,7 +38,7 @@ class Task:
     share: the client's private state; only where clients are somewhere else, and allow it.
     """
 
-    kind: Literal["train", "evaluate", "density", "share"]
+    kind: Kind
     round: int
     client: int
     message: Message
@@ -216,8 +220,8 @@ def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor)
 
 def from_shared(algorithm: Algorithm, message: Message, side: str) -> Callable[[Tensor], Tensor] | None:
     """log p(y|x) from what is shared alone, x -> [N, classes]; None: private parts decide."""
-    if not algorithm.uses_private:
-        return lambda x: predict(algorithm, message, {}, x)
+    if not algorithm.uses_private and algorithm.predicts_anonymously:
+        return lambda x: in_chunks(lambda part: algorithm.predict_anonymous(message, [], torch.zeros(0), part), x)
     if not algorithm.pools or side != "label":
         return None
     return lambda x: in_chunks(lambda part: algorithm.pool(message, part), x)

@@ -15,14 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedmix.core.types import Message, Private
-from fedmix.engines.client import Absent, Task
+from fedmix.engines.client import PARTS, Absent, Kind, Task
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError, SettingError
 
@@ -132,11 +132,22 @@ def pack_orders(about: Mapping[str, Any], orders: Sequence[Order]) -> Any:
 
 
 def unpack_orders(content: Any) -> tuple[dict[str, Any], list[Order]]:
+    """What a server asks. Files are named after clients and rounds, so these must be whole numbers and nothing else."""
     table, take = _unpacked(content)
-    orders = [
-        Order(Task(**row["task"], message=Message(take(row["tensors"]), row["numbers"])), row["state"])
-        for row in table["orders"]
-    ]
+    orders = []
+    for row in table["orders"]:
+        asked = row["task"]
+        whole = (
+            asked["client"],
+            asked["round"],
+            row["state"],
+            *(asked.get(n, 0) for n in ("finetune", "adapt", "points")),
+        )
+        if any(type(number) is not int or not 0 <= number < 2**40 for number in whole):
+            raise ClientError("an order must name clients, rounds and amounts by whole numbers. This one does not.")
+        if asked["kind"] not in get_args(Kind) or asked.get("part", "train") not in PARTS:
+            raise ClientError("an order must ask for something that clients do. This one does not.")
+        orders.append(Order(Task(**asked, message=Message(take(row["tensors"]), row["numbers"])), row["state"]))
     return table["about"], orders
 
 

@@ -8,10 +8,12 @@ import torch
 
 from fedmix.core.algorithm import Algorithm
 from fedmix.core.types import Clients, Message
-from fedmix.engines.client import CPU, informed, named, one_thread, perform
+from fedmix.engines.client import CPU, Task, informed, named, one_thread, perform
 from fedmix.engines.flower import Order, Outcome
 from fedmix.engines.store import SiteStore
 from fedmix.errors import ClientError
+
+MOST_ANSWERS = 5  # of a client in one round, where noise protects them: after crashes a round is trained again
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class Site:
 
     def _answer(self, order: Order) -> Message:
         task = order.task
+        with named(task):
+            self.clients.examples(
+                task.client, "train"
+            )  # whoever is not here is not answered for, and nothing is written
+        if self.keep:
+            self._refuse_what_owners_did_not_agree_to(task)
         private = self.store.get(task.client, order.state) or self.algorithm.new_client(self.seed, task.client)
         if task.kind == "share":
             if not self.share:
@@ -52,7 +60,27 @@ class Site:
             with named(task):
                 known = informed(self.algorithm, self.clients, task.client, private)
             self.store.keep(task.client, task.message, known, task.round - (task.kind == "train"))
+        if self.keep and task.kind == "train" and self.algorithm.setup.privacy.noise:
+            self._count_release(task)
         answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
         if task.kind == "train":
             self.store.put(task.client, task.round, after, before=order.state)
         return answer
+
+    def _refuse_what_owners_did_not_agree_to(self, task: Task) -> None:
+        """A real site trains and is scored, in the rounds of its recipe; its inputs are modelled for nobody."""
+        if task.kind == "density":
+            raise ClientError(f"client {task.client} gives no model of its inputs away")
+        if task.round > self.algorithm.setup.rounds:
+            raise ClientError(
+                f"client {task.client} has no round {task.round}: its recipe has {self.algorithm.setup.rounds}"
+            )
+
+    def _count_release(self, task: Task) -> None:
+        """A noisy answer is given a few times at most for one round: means of many would take the noise off."""
+        given = self.store.answered(task.client, task.round)
+        if given >= MOST_ANSWERS:
+            raise ClientError(
+                f"client {task.client} has answered {given} times in round {task.round}, with noise each time"
+            )
+        self.store.note_answer(task.client, task.round, given + 1)

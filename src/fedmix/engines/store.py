@@ -131,11 +131,30 @@ class SiteStore:
         path = self._path(client, t)
         _write_private(path, private)
         for old in path.parent.iterdir():
-            if old not in (path, self._path(client, before), self._received(client)):
+            if old not in (path, self._path(client, before), self._received(client), self._answers(client)):
                 old.unlink(missing_ok=True)
 
     def _received(self, client: int) -> Path:
         return self.folder / str(client) / "received.safetensors"
+
+    def _answers(self, client: int) -> Path:
+        return self.folder / str(client) / "answers.json"
+
+    def answered(self, client: int, t: int) -> int:
+        """How often a client gave a noisy answer in round t, by this site's own count."""
+        file = self._answers(client)
+        if not file.exists():
+            return 0
+        try:
+            return int(json.loads(file.read_text()).get(str(t), 0))
+        except (ValueError, AttributeError) as error:
+            raise ClientError(f"client {client}: {file} is damaged; it counts answers that noise protects") from error
+
+    def note_answer(self, client: int, t: int, count: int) -> None:
+        """On the disk before the answer is given."""
+        file = self._answers(client)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        write_whole(file, json.dumps(known | {str(t): count}).encode())
 
     def keep(self, client: int, message: Message, private: Private, t: int) -> None:
         """What the client was sent, with the private state that goes with it: for predictions after training."""
@@ -161,11 +180,15 @@ class SiteStore:
 
 
 def _write_private(path: Path, tensors: Private, about: dict[str, str] | None = None) -> None:
+    write_whole(path, save({name: value.contiguous() for name, value in tensors.items()}, about))
+
+
+def write_whole(path: Path, data: bytes) -> None:
     """Whole or not at all, and readable by its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_suffix(".part")
     with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(save({name: value.contiguous() for name, value in tensors.items()}, about))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)

@@ -209,6 +209,11 @@ class _Audit:
         name = self._field(tells)
         return tensors.get(name) if name else None
 
+    def _sent_before(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The posterior as it was sent, which a client's answer moved from."""
+        name = self._field("posterior")
+        return tensors.get(self.run.experiment.algorithm.method.reply[name].moved_from) if name else None
+
     def _seen(self, recipe: Recipe, members: list[int], sent: Message, answer: Message) -> _Seen:
         before, after = sent.tensors, answer.tensors
         moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
@@ -222,7 +227,7 @@ class _Audit:
             bias=np.sum(moved, axis=0) if moved else None,
             q=q,
             phi=_maybe(self._told(after, "posterior")),
-            phi_before=_maybe(self._told(before, "posterior")),
+            phi_before=_maybe(self._sent_before(before)),
             shares=_maybe(self._told(after, "shares")),
         )
 
@@ -233,9 +238,10 @@ class _Audit:
         weighed = self._told(total, "marginal")
         moved = []
         for name in self._bias_names(total):
-            by = n if weighed is None else weighed[int(name.split(".")[1])]
+            expert = next(iter(self.run.experiment.algorithm.layout.unpack({name: total[name]}).experts), None)
+            by = n if weighed is None or expert is None else weighed[expert]
             moved.append(-_array(total[name] / by))
-        summed_phi, before = self._told(total, "posterior"), self._told(sent.tensors, "posterior")
+        summed_phi, before = self._told(total, "posterior"), self._sent_before(sent.tensors)
         phi = None if summed_phi is None or before is None else before + summed_phi / n
         shares = self._told(total, "shares")
         q = None if weighed is None else _array(weighed / n)

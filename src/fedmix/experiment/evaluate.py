@@ -92,6 +92,7 @@ class Crowd:
         return sum(nbytes(private) for private in self.privates)
 
 
+NO_ANONYMOUS = "the method has no predictions without client identity"
 NOT_SHARED = "it needs the clients' private state, which evaluation.share_private does not allow"
 
 
@@ -155,6 +156,8 @@ def global_score(
     algorithm: Algorithm, store: Store, state: State, federation: Federation, part: str, share_private: bool
 ) -> GlobalScore:
     """The union of all clients' `part` without client identity; p(s) = N_s/N over clients that ever took part."""
+    if not algorithm.predicts_anonymously:
+        return GlobalScore(None, NO_ANONYMOUS, 0)
     if federation.elsewhere:
         return GlobalScore(None, "it needs the clients' points, which never leave their sites", 0)
     try:

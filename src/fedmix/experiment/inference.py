@@ -165,7 +165,9 @@ class _Evaluation:
         self.watch(stage, 0, 1)
         rows: dict[str, Any] = {"averaged": None}
         crowd = self.crowd
-        if crowd is None:
+        if not self.algorithm.predicts_anonymously:
+            self.notes[f"{stage}: averaged"] = evaluate.NO_ANONYMOUS
+        elif crowd is None:
             self.notes[f"{stage}: averaged"] = evaluate.NOT_SHARED
         else:
             rows["averaged"] = self._row(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
@@ -360,7 +360,11 @@ def _with_own_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(kind: Any, value: Any, label: str) -> Any:
-    if isinstance(kind, UnionType):
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise SettingError(one_of(label, value, map(str, get_args(kind))))
+        return value
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
         errors = []
         for option in get_args(kind):
             try:
@@ -369,6 +373,8 @@ def typed(kind: Any, value: Any, label: str) -> Any:
                 errors.append(error)
         raise errors[-1]
     origin = get_origin(kind) or kind
+    if origin not in _TYPE_NAMES:
+        raise SettingError(f"{label} must be left at its default: a recipe cannot give a value of its type ({origin}).")
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):

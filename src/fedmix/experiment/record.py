@@ -113,15 +113,15 @@ class RunDirectory:
         others = {section for section in SECTIONS if section != CATALOGUE.get(recipe.algorithm, NO_METHOD).section}
         differ = [
             key
-            for key in now
-            if now[key] != before.get(key)
+            for key in dict.fromkeys([*now, *(key for key in before if key.startswith("own."))])
+            if now.get(key) != before.get(key)
             and key not in ("rounds", "name", "description")
             and key.split(".")[0] not in others
         ]
         if differ:
             key = differ[0]
             raise RunError(
-                f"a run must be resumed with its own settings. {key} was {before.get(key)!r}, now it is {now[key]!r}; "
+                f"a run must be resumed with its own settings. {key} was {before.get(key)!r}, now it is {now.get(key)!r}; "
                 f"leave it as it was, or choose another --out."
             )
         reached = max(
@@ -140,9 +140,15 @@ class RunDirectory:
         """recipe.toml: the effective settings. Written once nothing can be refused any more."""
         write_bytes(self.path / "recipe.toml", dump_recipe(recipe).encode())
 
-    def describe_run(self, title: str, algorithm: str, structure: str) -> None:
-        """run.json: the version of these files, what the method is called, and what the model is made of."""
-        about = {"schema": SCHEMA, "algorithm": algorithm, "title": title, "model": structure}
+    def describe_run(self, title: str, algorithm: str, structure: str, code: str) -> None:
+        """run.json: the version of these files, what the method is called, and what model and method are made of.
+
+        code: a digest of a method of the user's own, which must not change while a run goes on; "" of shipped ones.
+        """
+        before = read_run(self.path).get("code", code) if (self.path / "checkpoints").exists() else code
+        if before != code:
+            raise RunError(f"a run must be resumed with its own method. The file of {algorithm} has changed since.")
+        about = {"schema": SCHEMA, "algorithm": algorithm, "title": title, "model": structure, "code": code}
         write_json(self.path / "run.json", about)
 
     def describe_environment(self, engine: str, workers: int, device: str, seed: int) -> None:

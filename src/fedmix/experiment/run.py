@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedmix.catalogue import CATALOGUE
 from fedmix.core.score import MEASURES
 from fedmix.core.server import State
 from fedmix.core.tree import Params
@@ -22,7 +23,7 @@ from fedmix.engines.store import DiskStore, MemoryStore, Store
 from fedmix.errors import RunError, SettingError, one_of
 from fedmix.experiment import evaluate
 from fedmix.experiment.accounting import RELEASES, accountant_or_complain, guarantee_of_run
-from fedmix.experiment.build import Experiment
+from fedmix.experiment.build import Experiment, code_of
 from fedmix.experiment.checkpoint import Checkpoint, Checkpoints
 from fedmix.experiment.loop import Engine, Round, rounds
 from fedmix.experiment.recipe import OWN, dump_recipe, folders_beside, read_recipe
@@ -189,8 +190,9 @@ def _run(
         words = "without --engine flower" if elsewhere else "with --engine flower"
         raise RunError(f"{directory.path} must go on {words}: its clients' private states are where it was trained.")
     directory.describe_federation(experiment.federation)
+    code = "" if recipe.algorithm in CATALOGUE else code_of(experiment.page)
+    directory.describe_run(experiment.page.title, recipe.algorithm, experiment.model.structure, code)
     directory.describe_recipe(recipe)
-    directory.describe_run(experiment.page.title, recipe.algorithm, experiment.model.structure)
     directory.go_on()
     directory.cut_metrics(found.round if found else 0)
     with _deferred_signals() as asked_to_stop:

@@ -110,8 +110,8 @@ class TrainedRun:
         shared = from_shared(self._algorithm, self._algorithm.broadcast(self._state, None), self._side)
         if shared is None:
             raise RunError(
-                f"{self.path} must be of FedAvg, or of FedMix with a shared posterior q(z|y) of labels: here private parts "
-                "decide. Take a client's own predictions, run.client(...).predict(x)."
+                f"{self.path} must be of a method whose shared parts predict by themselves (FedAvg, FedMix with q(z|y)). "
+                "Here private parts decide. Take a client's own predictions, run.client(...).predict(x)."
             )
         if self._label_counts is not None:
             shared = for_anyone(self._algorithm, self._label_counts, shared)

@@ -100,7 +100,7 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         watch=partial(watch, mix),
         describe=partial(describe, mix),
         combine=combine,
-        gates=lambda features, own, held: gate.log_gate(subtree(own, "gate"), features, held, over=held).exp(),
+        gates=gates.shares,
         bound=partial(bound, mix) if settings.objective == "bound" else None,
         anonymous=Anonymous(
             "gates averaged with p(s)",
@@ -137,7 +137,7 @@ PAGE = Page("FedMix", fedmix, FedmixSettings, "Reisser, Louizos, Gavves and Well
 # -- a client ------------------------------------------------------------------------------------------------------------
 
 
-def new_client(mix: Mixture) -> Params:
+def new_client(mix: Mixture, weights: Params) -> Params:
     theta = {f"gate.{name}": value for name, value in gate.new_gate(mix.setup.model.features, mix.K).items()}
     return theta | ({"phi": mix.uniform()} if mix.settings.phi == "private" else {})
 
@@ -147,7 +147,7 @@ def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
     settings = mix.settings
     beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, arrival.round)
     shares = posterior.category_shares(arrival.data.c, mix.setup.categories)
-    phi = arrival.sent["phi"] if mix.shares_phi else arrival.private.get("phi", mix.uniform())
+    phi = arrival.sent["phi"] if mix.shares_phi else arrival.private.get("phi", mix.uniform().to(shares.device))
     return {"beta": beta, "shares": shares}, phi
 
 
@@ -219,7 +219,7 @@ def answer(mix: Mixture, done: Departure) -> Answer:
 
 def _exact_marginal(mix: Mixture, parts: Parts, x: Tensor) -> Tensor:
     """p(z|s) = E_{x ~ D_s}[p(z|x,s)], the gate's softmax over all K as in training: [K]."""
-    total = torch.zeros(mix.K)
+    total = torch.zeros(mix.K, device=x.device)
     with torch.no_grad():
         for part in torch.split(x, 256):
             _, features = outputs(mix.setup.model, parts, part, training=False)

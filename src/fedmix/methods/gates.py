@@ -14,6 +14,11 @@ from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
 
 
+def shares(features: Tensor, own: Params, held: list[int]) -> Tensor:
+    """p(z|x,s) over the experts that a client holds: features [K', B, H] -> [B, K']."""
+    return gate.log_gate(subtree(own, "gate"), features, held, over=held).exp()
+
+
 def average(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Tensor:
     """The clients' gates averaged with p(s) or p(s|x) (Inference at test time; sec:NewShardInf)."""
     logits, features = outputs(model, parts, x, training=False)
