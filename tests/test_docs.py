@@ -58,10 +58,12 @@ def test_the_guide_to_methods_runs_as_it_stands(tmp_path, monkeypatch):
     """Its file, its commands and its check, in an empty folder."""
     text = (ROOT / "docs" / "methods.md").read_text()
     blocks = re.findall(r"```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)```", text, re.DOTALL)
-    assert [kind for kind, _, _ in blocks] == ["python", "sh", "python"]
-    (_, name, source), (_, _, commands), (_, _, check) = blocks
+    assert [kind for kind, _, _ in blocks] == ["python", "sh", "python", "python"]
+    (_, name, source), (_, _, commands), (_, _, check), (_, second, phases) = blocks
     assert source == (ROOT / "examples" / "fedprox.py").read_text()
     (tmp_path / name).write_text(source)
+    (tmp_path / second).write_text(phases)
+    check += 'check_method("phases:fedrep", head_epochs=2)\n'
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for command in (["sh", "-e", "-c", commands], [sys.executable, "-c", check]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)

@@ -93,9 +93,11 @@ class Algorithm:
 
     def new_client(self, seed: int, client: int | None = None) -> Private:
         """The private state that a client starts from: the same for all, unless the method starts them apart."""
+        counts = {LABELS: torch.zeros(self.setup.model.classes)} if self.setup.training.label_counts else {}
+        if not self.keeps_something:
+            return counts
         address = ("init", "expert", 0) if client is None or not self.method.apart else ("init", "client", client)
         drawn = self.setup.model.init(stream(seed, *address))
-        counts = {LABELS: torch.zeros(self.setup.model.classes)} if self.setup.training.label_counts else {}
         return {**self.layout.pick(drawn, "private"), **self.method.own(drawn), **counts}
 
     def state_from(self, flat: Mapping[str, Tensor]) -> State:

@@ -102,6 +102,7 @@ class LocalEngine(StatesHere):
         return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
     def _order(self, task: Task) -> dict[str, Any]:
+        known = self.store.get(task.client)
         return {
             "task": {
                 "kind": task.kind,
@@ -114,7 +115,7 @@ class LocalEngine(StatesHere):
             },
             "tensors": self._down.lay(task.message.tensors),
             "numbers": dict(task.message.numbers),
-            "private": self._down.lay(self.store.get(task.client) or self._new(task.client)),
+            "private": self._down.lay(self._new(task.client) if known is None else known),
         }
 
     def close(self) -> None:

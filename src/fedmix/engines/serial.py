@@ -28,7 +28,9 @@ class SerialEngine(StatesHere):
         answers = []
         with one_thread():
             for task in tasks:
-                private = self.store.get(task.client) or self.algorithm.new_client(self.seed, task.client)
+                private = self.store.get(task.client)
+                if private is None:
+                    private = self.algorithm.new_client(self.seed, task.client)
                 answer, after = perform(self.algorithm, self.clients, self.seed, task, private, self.device)
                 if task.kind == "train":
                     self.store.put(task.client, after)

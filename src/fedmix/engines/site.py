@@ -51,7 +51,9 @@ class Site:
             )  # whoever is not here is not answered for, and nothing is written
         if self.keep:
             self._refuse_what_owners_did_not_agree_to(task)
-        private = self.store.get(task.client, order.state) or self.algorithm.new_client(self.seed, task.client)
+        private = self.store.get(task.client, order.state)
+        if private is None:
+            private = self.algorithm.new_client(self.seed, task.client)
         if task.kind == "share":
             if not self.share:
                 raise ClientError(f"client {task.client} does not share its private state (evaluation.share_private)")
