@@ -100,6 +100,14 @@ def test_by_name_on_the_command_line(prox, engine):
         assert looked.returncode == 0, looked.stderr
         assert what[0] == "report" or "FedProx" in looked.stdout + looked.stderr
     assert "FedProx" in Path(f"runs/{engine}/report.html").read_text()
+    both = fedmix(
+        "compare", "digits-skew", "--algorithms", f"fedavg,{prox}", *SMALL, "--set", "own.mu=0.5", "--out", "runs/both"
+    )
+    assert [row["title"] for row in json.loads(both.stdout)] == ["FedAvg", "FedProx"]
+    assert sorted(path.name for path in Path("runs/both").iterdir() if path.is_dir()) == [
+        "fedavg-seed0",
+        "mine-fedprox-seed0",
+    ]
     plan = fedmix("plan", "digits-skew", "--algorithm", prox)
     assert "FedProx" in plan.stdout
 

@@ -70,13 +70,15 @@ def compare(args: Any) -> int:
     from fedmix.report.text import comparison, comparison_table, q_map
 
     methods = names_in(args.algorithms)
-    first = read_recipe(args.recipe, methods[0] if methods else None, changes(args), args.scale)
+    if not methods:
+        raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
+    first = read_recipe(args.recipe, methods[0], _changes_for(methods[0], args), args.scale)
     seeds = _whole_numbers(args.seeds) if args.seeds else [first.seed]
     recipes = [
-        read_recipe(args.recipe, method, changes(args, seed=seed), args.scale) for method in methods for seed in seeds
+        read_recipe(args.recipe, method, _changes_for(method, args, seed=seed), args.scale)
+        for method in methods
+        for seed in seeds
     ]
-    if not recipes:
-        raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
     out = Path(args.out or f"runs/compare-{first.name}")
     summaries = []
     for recipe in recipes:
@@ -96,6 +98,12 @@ def compare(args: Any) -> int:
             show(q_map(summary))
     print(f"results: {out}")
     return 0
+
+
+def _changes_for(method: str, args: Any, **more: Any) -> dict[str, Any]:
+    """Of one method among several: settings of a method of one's own are none of a shipped one's."""
+    given = changes(args, **more)
+    return {key: value for key, value in given.items() if method not in CATALOGUE or not key.startswith("own.")}
 
 
 def sweep(args: Any) -> int:
