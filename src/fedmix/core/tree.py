@@ -126,11 +126,6 @@ def subtree(flat: Mapping[str, Tensor], prefix: str) -> Params:
     return {name[cut:]: value for name, value in flat.items() if name.startswith(prefix + ".")}
 
 
-def stack(flats: Sequence[Mapping[str, Tensor]]) -> Params:
-    """Flat dicts of the same names as one, each tensor with a new first dimension."""
-    return {name: torch.stack([flat[name] for flat in flats]) for name in flats[0]}
-
-
 def placed(flat: Mapping[str, Tensor], device: torch.device) -> Params:
     """The tensors on a device; those that are there already are not copied."""
     return {name: value.to(device) for name, value in flat.items()}
