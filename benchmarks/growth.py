@@ -20,12 +20,12 @@ from fedmix.core.tree import subtree
 from fedmix.data.federation import PARTS, Federation
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import DataMissing
-from fedmix.experiment import evaluate
-from fedmix.experiment.build import Experiment, build
-from fedmix.experiment.checkpoint import Checkpoints
-from fedmix.experiment.loop import rounds
-from fedmix.experiment.recipe import make_recipe, read_recipe
-from fedmix.experiment.run import make_engine
+from fedmix.running import evaluate
+from fedmix.running.checkpoint import Checkpoints
+from fedmix.running.loop import rounds
+from fedmix.running.run import make_engine
+from fedmix.settings.build import Experiment, build
+from fedmix.settings.recipe import make_recipe, read_recipe
 
 
 def federation(clients: int, points: int, shape: tuple[int, ...] = (3, 32, 32)) -> Federation:

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedmix.engines.store import MemoryStore
-from fedmix.experiment.build import build
-from fedmix.experiment.loop import rounds
-from fedmix.experiment.recipe import read_recipe, shipped
-from fedmix.experiment.run import make_engine
+from fedmix.running.loop import rounds
+from fedmix.running.run import make_engine
+from fedmix.settings.build import build
+from fedmix.settings.recipe import read_recipe, shipped
 
 
 def seconds_a_round(recipe: str, algorithm: str, engine: str, count: int) -> list[float]:

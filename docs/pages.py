@@ -28,7 +28,7 @@ SECTIONS = {  # of a recipe, in its order; the classes that hold them
     "checkpoint": "CheckpointSettings",
 }
 SOURCES = (
-    "src/fedmix/experiment/recipe.py",
+    "src/fedmix/settings/recipe.py",
     "src/fedmix/core/settings.py",
     "src/fedmix/methods/fedmix_settings.py",
     "src/fedmix/methods/local_global.py",

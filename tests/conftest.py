@@ -15,9 +15,9 @@ from fedmix.cli import main
 from fedmix.data.federation import Federation
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
-from fedmix.experiment.build import build
-from fedmix.experiment.loop import rounds
-from fedmix.experiment.recipe import make_recipe
+from fedmix.running.loop import rounds
+from fedmix.settings.build import build
+from fedmix.settings.recipe import make_recipe
 
 # Files whose tests take longest, started first: with two processes neither waits for the other at the end.
 LONGEST = (

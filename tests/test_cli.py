@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedmix.cli import main
-from fedmix.experiment.recipe import shipped
+from fedmix.settings.recipe import shipped
 
 QUICK = [
     "--set",
@@ -163,7 +163,7 @@ def test_plan_tells_the_bytes_that_are_then_sent(tmp_path, capsys):
 def test_the_papers_bytes_are_planned_without_the_data(recipe, method, rounds, weights, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDMIX_DATA", str(tmp_path))
     monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path))
-    monkeypatch.setattr("fedmix.experiment.plan.MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr("fedmix.running.plan.MEASURE_SECONDS", 0.0)
     assert fedmix("plan", recipe, "--algorithm", method, "--rounds", str(rounds), "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["bytes"]["weights"] == weights
@@ -175,7 +175,7 @@ def test_the_papers_bytes_are_planned_without_the_data(recipe, method, rounds, w
 def test_every_recipe_is_planned_without_data(recipe, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDMIX_DATA", str(tmp_path))
     monkeypatch.setenv("FEDMIX_CACHE", str(tmp_path))
-    monkeypatch.setattr("fedmix.experiment.plan.MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr("fedmix.running.plan.MEASURE_SECONDS", 0.0)
     assert fedmix("plan", recipe, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["bytes"]["posterior"] > 0

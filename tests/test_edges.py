@@ -12,11 +12,11 @@ from torch import nn
 import fedmix
 from fedmix.core import prune
 from fedmix.errors import ClientError, DataError, ModelError, RunError, SettingError
-from fedmix.experiment.build import build
-from fedmix.experiment.recipe import make_recipe
-from fedmix.experiment.record import RunDirectory
-from fedmix.experiment.run import run
 from fedmix.rng import stream
+from fedmix.running.directory import RunDirectory
+from fedmix.running.run import run
+from fedmix.settings.build import build
+from fedmix.settings.recipe import make_recipe
 
 
 class Net(nn.Module):

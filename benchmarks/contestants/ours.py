@@ -10,10 +10,10 @@ from turns import Turns
 
 from fedmix.data.federation import PARTS, Federation
 from fedmix.engines.store import MemoryStore
-from fedmix.experiment.build import build
-from fedmix.experiment.loop import rounds
-from fedmix.experiment.recipe import make_recipe, parse_changes
-from fedmix.experiment.run import make_engine
+from fedmix.running.loop import rounds
+from fedmix.running.run import make_engine
+from fedmix.settings.build import build
+from fedmix.settings.recipe import make_recipe, parse_changes
 
 
 def federation(setting: str) -> Federation:

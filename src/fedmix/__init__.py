@@ -8,19 +8,19 @@ fedmix.evaluate("runs/mine", federation=..., model=Net)
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedmix.after.trained import load
+    from fedmix.api import audit, evaluate, train
     from fedmix.data.federation import Federation
-    from fedmix.experiment.api import audit, evaluate, train
-    from fedmix.experiment.trained import load
 
 __version__ = "0.1.0"
 __all__ = ["Federation", "__version__", "audit", "evaluate", "load", "train"]
 
 _HOMES = {
     "Federation": "fedmix.data.federation",
-    "train": "fedmix.experiment.api",
-    "evaluate": "fedmix.experiment.api",
-    "audit": "fedmix.experiment.api",
-    "load": "fedmix.experiment.trained",
+    "train": "fedmix.api",
+    "evaluate": "fedmix.api",
+    "audit": "fedmix.api",
+    "load": "fedmix.after.trained",
 }
 
 

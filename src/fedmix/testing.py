@@ -21,13 +21,13 @@ from fedmix.data.federation import Federation
 from fedmix.engines.client import Task, perform, perform_group
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
-from fedmix.experiment.build import Experiment, build, find_page
-from fedmix.experiment.loop import Round, rounds
-from fedmix.experiment.recipe import OWN, make_recipe
-from fedmix.experiment.record import RunDirectory
-from fedmix.experiment.run import run
 from fedmix.methods.page import Page
 from fedmix.rng import stream
+from fedmix.running.directory import RunDirectory
+from fedmix.running.loop import Round, rounds
+from fedmix.running.run import run
+from fedmix.settings.build import Experiment, build, find_page
+from fedmix.settings.recipe import OWN, make_recipe
 
 NEAR = 1e-5  # how far engines may be apart after three rounds
 

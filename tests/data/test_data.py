@@ -11,9 +11,9 @@ from fedmix.data import partition, shift
 from fedmix.data.federation import Federation, client_number
 from fedmix.data.sources import digits
 from fedmix.errors import DataError
-from fedmix.experiment.build import build_federation
-from fedmix.experiment.recipe import DataSettings
 from fedmix.rng import cohort, stream
+from fedmix.settings.build import build_federation
+from fedmix.settings.recipe import DataSettings
 
 LABELS = np.repeat(np.arange(10), 500)[np.random.default_rng(0).permutation(5000)]
 

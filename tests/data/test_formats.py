@@ -16,8 +16,8 @@ from fedmix.data import sources
 from fedmix.data.formats import cifar_python, idx, read_whole
 from fedmix.data.sources import load
 from fedmix.errors import DataError, DataMissing, SettingError
-from fedmix.experiment.federate import build_federation
-from fedmix.experiment.recipe import DataSettings
+from fedmix.settings.federate import build_federation
+from fedmix.settings.recipe import DataSettings
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 from fedmix.data import partition, sources
 from fedmix.data.formats import cifar_binary, idx
 from fedmix.errors import DataError
-from fedmix.experiment.build import build_federation
-from fedmix.experiment.recipe import DataSettings
 from fedmix.rng import stream
+from fedmix.settings.build import build_federation
+from fedmix.settings.recipe import DataSettings
 
 REAL = os.environ.get("FEDMIX_DATA")
 

@@ -14,9 +14,9 @@ from scipy import stats
 from fedmix.data import partition, sources
 from fedmix.data.augment import PAD, crop_and_flip
 from fedmix.errors import DataError, SettingError
-from fedmix.experiment.federate import build_federation, describe_split
-from fedmix.experiment.recipe import DataSettings
 from fedmix.rng import Stream, stream
+from fedmix.settings.federate import build_federation, describe_split
+from fedmix.settings.recipe import DataSettings
 
 REAL = os.environ.get("FEDMIX_DATA")
 FINE = np.arange(50_000) % 100

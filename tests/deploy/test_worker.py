@@ -23,8 +23,8 @@ from fedmix.deploy.worker import Worker, discreet, run_folder
 from fedmix.engines.client import Task
 from fedmix.engines.flower import Order, pack_orders, unpack_outcomes
 from fedmix.errors import ClientError, DataError, SettingError
-from fedmix.experiment.recipe import dump_recipe, read_recipe
-from fedmix.experiment.trained import revive
+from fedmix.settings.build import revive
+from fedmix.settings.recipe import dump_recipe, read_recipe
 
 RUN = "0123456789abcdef" * 2
 

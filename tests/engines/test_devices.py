@@ -18,9 +18,9 @@ from fedmix.data.federation import Federation, normalised
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import SettingError
-from fedmix.experiment.loop import rounds
-from fedmix.experiment.run import check, make_engine
 from fedmix.rng import stream
+from fedmix.running.loop import rounds
+from fedmix.running.run import check, make_engine
 
 META = torch.device("meta")
 

@@ -18,7 +18,7 @@ from fedmix.engines.local import LocalEngine
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import DiskStore, MemoryStore
 from fedmix.errors import ClientError
-from fedmix.experiment.loop import rounds
+from fedmix.running.loop import rounds
 
 
 def train_locally(experiment, workers):

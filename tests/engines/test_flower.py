@@ -19,7 +19,7 @@ from fedmix.engines.flower import FlowerEngine, Order, Outcome
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
 from fedmix.errors import ClientError
-from fedmix.experiment.loop import rounds
+from fedmix.running.loop import rounds
 
 pytest.importorskip("flwr")
 

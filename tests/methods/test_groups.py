@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedmix.core.types import Examples
 from fedmix.engines.client import Task, perform, perform_group
 from fedmix.errors import ClientError, SettingError
-from fedmix.experiment.build import build
 from fedmix.methods import Page, fedavg
 from fedmix.rng import stream
+from fedmix.settings.build import build
 
 
 def frozen_net():

@@ -6,17 +6,17 @@ import torch
 from conftest import METHODS, small_experiment, small_recipe, train_serially
 from torch import nn
 
+from fedmix.after.inference import Options, evaluate_run
+from fedmix.after.restore import restore
+from fedmix.after.trained import load
 from fedmix.core import objective
 from fedmix.core.method import LABELS
 from fedmix.core.mixture import ClientModule
 from fedmix.data.federation import Federation
-from fedmix.experiment.build import build
-from fedmix.experiment.inference import Options, evaluate_run
-from fedmix.experiment.record import RunDirectory
-from fedmix.experiment.restore import restore
-from fedmix.experiment.run import run
-from fedmix.experiment.trained import load
 from fedmix.rng import stream
+from fedmix.running.directory import RunDirectory
+from fedmix.running.run import run
+from fedmix.settings.build import build
 
 COUNTED = {"training.label_counts": True}
 

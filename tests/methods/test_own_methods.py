@@ -16,11 +16,11 @@ from conftest import METHODS, fedmix, small_experiment, small_federation, small_
 import fedmix as package
 from fedmix.core.tree import flatten
 from fedmix.errors import ClientError, ModelError, SettingError
-from fedmix.experiment.build import build
-from fedmix.experiment.recipe import importable_from, make_recipe, named_object, read_recipe
 from fedmix.methods import Anonymous, Answer, Field, Method, Page, cross_entropy, outputs
 from fedmix.methods.fedavg import fedavg
 from fedmix.rng import stream
+from fedmix.settings.build import build
+from fedmix.settings.recipe import importable_from, make_recipe, named_object, read_recipe
 from fedmix.testing import LAWS, check_method
 
 ROOT = Path(__file__).parents[2]

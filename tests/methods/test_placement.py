@@ -15,12 +15,12 @@ from fedmix.core.tree import flatten
 from fedmix.core.types import Message
 from fedmix.engines.client import Task, perform, perform_group
 from fedmix.errors import ClientError, ModelError, RunError
-from fedmix.experiment.build import build
-from fedmix.experiment.record import RunDirectory
-from fedmix.experiment.run import run
 from fedmix.methods import Page
 from fedmix.methods.fedmix import fedmix as mixture
 from fedmix.rng import stream
+from fedmix.running.directory import RunDirectory
+from fedmix.running.run import run
+from fedmix.settings.build import build
 
 BACKBONE = 300
 
@@ -289,7 +289,7 @@ def test_run_directories_of_before_are_read_and_go_on(tmp_path, method):
     folder = tmp_path / "r" / "checkpoints" / "round-000002"
     from safetensors.torch import load_file
 
-    from fedmix.experiment.files import write_json, write_tensors
+    from fedmix.running.files import write_json, write_tensors
 
     flat = {name.removeprefix("extras."): value for name, value in load_file(folder / "server.safetensors").items()}
     manifest = json.loads((folder / "manifest.json").read_text())

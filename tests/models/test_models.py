@@ -5,10 +5,10 @@ import torch
 
 from fedmix.core.model import Model
 from fedmix.errors import SettingError
-from fedmix.experiment.build import build_model
-from fedmix.experiment.recipe import ModelSettings
 from fedmix.models.resnet20 import ResNet20
 from fedmix.rng import stream
+from fedmix.settings.build import build_model
+from fedmix.settings.recipe import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from made_runs import made_up, three_runs
 from test_report import cut, watched
 
-from fedmix.report.gather import gather
 from fedmix.report.page import report
+from fedmix.report.runs import gather
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

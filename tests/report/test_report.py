@@ -15,12 +15,12 @@ from conftest import fedmix
 from made_runs import made_up, three_runs
 
 from fedmix.errors import RunError
-from fedmix.experiment.recipe import make_recipe, settings_table
 from fedmix.report.figures import draw_figures, table_csv, table_latex
-from fedmix.report.gather import ON, differing, flat, gather, glance, groups, table
-from fedmix.report.numbers import page_data
 from fedmix.report.page import as_json, report
+from fedmix.report.page_data import page_data
+from fedmix.report.runs import ON, differing, flat, gather, glance, groups, table
 from fedmix.report.show import sparkline
+from fedmix.settings.recipe import make_recipe, settings_table
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_a_large_run_is_thinned(tmp_path):
     folder = made_up(tmp_path / "run", rounds=2000, clients=500, experts=8, every=5)
     code = (
         "import re, time\nfrom pathlib import Path\n"
-        "from fedmix.report.gather import gather\nfrom fedmix.report.page import report\n"
+        "from fedmix.report.runs import gather\nfrom fedmix.report.page import report\n"
         f"began = time.time()\ntext = report(gather([{str(folder)!r}]))\n"
         "peak = re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())\n"  # its own, not its parent's
         "print(time.time() - began, len(text), int(peak[1]) / 2**20)"

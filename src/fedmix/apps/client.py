@@ -44,8 +44,8 @@ def _site(about: dict[str, Any]) -> Any:
 
     from fedmix.engines.site import Site
     from fedmix.engines.store import SiteStore
-    from fedmix.experiment.build import build
-    from fedmix.experiment.recipe import importable_from, make_recipe
+    from fedmix.settings.build import build
+    from fedmix.settings.recipe import importable_from, make_recipe
 
     for folder in about["beside"]:
         importable_from(Path(folder))

@@ -33,7 +33,7 @@ def show(renderable: Any) -> None:
 
 def show_summary(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """Of one run that has ended."""
-    from fedmix.report.text import summary_table
+    from fedmix.report.tables import summary_table
 
     if as_json:
         print(json.dumps(summary))

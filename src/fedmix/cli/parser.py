@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fedmix import __version__
-from fedmix.cli import deploying, listing, looking, training
+from fedmix.cli import available, deployment, results, training
 from fedmix.cli.training import METHOD_HELP
 
 EXAMPLES = """examples:
@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate = _command(
         commands,
         "evaluate",
-        looking.evaluate,
+        results.evaluate,
         "every kind of inference of a trained run: for clients that took part, for new ones with labels and without",
     )
     _after_options(evaluate)
@@ -96,30 +96,30 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     audit = _command(
-        commands, "audit", looking.audit, "what the server could have learnt of the clients' labels in a run"
+        commands, "audit", results.audit, "what the server could have learnt of the clients' labels in a run"
     )
     _after_options(audit)
 
-    report = _command(commands, "report", looking.report, "one self-contained HTML page of one run or several")
+    report = _command(commands, "report", results.report, "one self-contained HTML page of one run or several")
     _runs_option(report)
     report.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first RUN or folder)")
     report.add_argument("--overwrite", action="store_true", help="replace the page that is in --out")
 
     watch = _command(
-        commands, "watch", looking.watch, "the same page live, in a browser on this machine, while a run goes on"
+        commands, "watch", results.watch, "the same page live, in a browser on this machine, while a run goes on"
     )
     _runs_option(watch)
     watch.add_argument(
         "--port", type=int, default=8765, metavar="N", help="of this machine alone; 0: any (%(default)s)"
     )
 
-    figures = _command(commands, "figures", looking.figures, "every figure as SVG and PNG fit for a paper, and tables")
+    figures = _command(commands, "figures", results.figures, "every figure as SVG and PNG fit for a paper, and tables")
     _runs_option(figures)
     figures.add_argument("--out", required=True, metavar="DIR", help="where they go")
     figures.add_argument("--overwrite", action="store_true", help="replace figures that are there")
 
     show = _command(
-        commands, "show", looking.show_run, "the essentials of a run on the terminal: sparklines, who uses what"
+        commands, "show", results.show_run, "the essentials of a run on the terminal: sparklines, who uses what"
     )
     _runs_option(show)
 
@@ -129,23 +129,23 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--workers", type=int, metavar="N", help="clients side by side (default: all cores)")
 
     split = _command(
-        commands, "split", looking.split, "draw who holds what: clients by classes, as a table and a picture"
+        commands, "split", results.split, "draw who holds what: clients by classes, as a table and a picture"
     )
     _recipe_options(split)
     split.add_argument("--seed", type=int, metavar="N", help="of the split (the recipe's own by default)")
     split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
     split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
 
-    recipes = _command(commands, "recipes", listing.recipes, "list the recipes that come with fedmix")
+    recipes = _command(commands, "recipes", available.recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
 
     data = _command(
-        commands, "data", listing.data, "list the data sets: what is here, what is missing, where to get it"
+        commands, "data", available.data, "list the data sets: what is here, what is missing, where to get it"
     )
     _data_options(data)
     actions = data.add_subparsers(title="actions", metavar="ACTION")
     get = _command(
-        actions, "get", listing.data_get, "download a data set from its publisher: progress, resume, checksums"
+        actions, "get", available.data_get, "download a data set from its publisher: progress, resume, checksums"
     )
     get.add_argument("name", metavar="NAME", help="a data set of the list that `fedmix data` prints")
     get.add_argument("--mirror", metavar="URL", help="take the publisher's files from here, by their names")
@@ -166,7 +166,7 @@ def _deploy_commands(commands: Any) -> None:
     )
     actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
 
-    init = _command(actions, "init", deploying.init, "write certificates, keys, settings and start commands")
+    init = _command(actions, "init", deployment.init, "write certificates, keys, settings and start commands")
     init.add_argument("folder", metavar="DIR", help="a new folder; what to do with its parts is in its README.md")
     init.add_argument("--sites", required=True, metavar="A,B,...", help="names of the sites")
     init.add_argument(
@@ -180,14 +180,14 @@ def _deploy_commands(commands: Any) -> None:
     )
     init.add_argument("--json", action="store_true", help="print JSON")
 
-    check = _command(actions, "check", deploying.check, "say what is wrong with a folder before anything is trained")
+    check = _command(actions, "check", deployment.check, "say what is wrong with a folder before anything is trained")
     check.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
     check.add_argument("--json", action="store_true", help="print JSON")
 
     accept = _command(
         actions,
         "accept",
-        deploying.accept,
+        deployment.accept,
         "at a site: accept a recipe that the server may train, or list those accepted",
     )
     accept.add_argument("folder", metavar="DIR", help="the site's folder")
@@ -196,7 +196,7 @@ def _deploy_commands(commands: Any) -> None:
     accept.add_argument("--seed", type=int, metavar="N", help="the seed of the runs that are accepted")
     _recipe_changes(accept)
 
-    serve = _command(actions, "serve", deploying.serve, "start the server or a site, until Ctrl-C")
+    serve = _command(actions, "serve", deployment.serve, "start the server or a site, until Ctrl-C")
     serve.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
     serve.add_argument(
         "--wait",
@@ -207,7 +207,7 @@ def _deploy_commands(commands: Any) -> None:
     )
     serve.add_argument("--show", action="store_true", help="print the Flower commands instead of starting them")
 
-    run = _command(actions, "run", deploying.run, "train over the connected sites; on the server's machine")
+    run = _command(actions, "run", deployment.run, "train over the connected sites; on the server's machine")
     run.add_argument("folder", metavar="DIR", help="the server's folder, or the one around it")
     run.add_argument("--recipe", metavar="R", help="another one than the recipe.toml of the folder")
     run.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under the server's runs/)")
@@ -215,7 +215,7 @@ def _deploy_commands(commands: Any) -> None:
     _submission_options(run)
 
     up = _command(
-        actions, "up", deploying.up, "server and sites on this machine alone, with TLS and keys, until Ctrl-C"
+        actions, "up", deployment.up, "server and sites on this machine alone, with TLS and keys, until Ctrl-C"
     )
     up.add_argument(
         "recipe", nargs="?", default="digits-skew", metavar="RECIPE", help="with data of its own (%(default)s)"
@@ -229,7 +229,7 @@ def _deploy_commands(commands: Any) -> None:
     _submission_options(up)
 
     predict = _command(
-        commands, "predict", deploying.predict, "predictions at a site: its own gate, the experts it was sent"
+        commands, "predict", deployment.predict, "predictions at a site: its own gate, the experts it was sent"
     )
     predict.add_argument("--site", required=True, metavar="DIR", help="the folder of the site")
     predict.add_argument(

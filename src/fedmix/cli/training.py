@@ -13,7 +13,7 @@ METHOD_HELP = f"{', '.join(CATALOGUE)}, or module:name of your own"
 
 
 def changes(args: Any, **more: Any) -> dict[str, Any]:
-    from fedmix.experiment.recipe import parse_changes
+    from fedmix.settings.recipe import parse_changes
 
     given_changes = parse_changes(args.set)
     given = {"rounds": args.rounds, **more}
@@ -21,7 +21,7 @@ def changes(args: Any, **more: Any) -> dict[str, Any]:
 
 
 def train(args: Any) -> int:
-    from fedmix.experiment.recipe import folder_of_run, read_recipe
+    from fedmix.settings.recipe import folder_of_run, read_recipe
 
     warm = str(Path(args.warm_start).resolve()) if args.warm_start else None
     recipe = read_recipe(args.recipe, args.algorithm, changes(args, seed=args.seed, warm_start=warm), args.scale)
@@ -37,11 +37,11 @@ def train(args: Any) -> int:
 
 def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
     """Train one recipe into one directory; None if it was asked to stop on the way."""
-    from fedmix.experiment.build import EQUAL_START, build
-    from fedmix.experiment.loggers import check_tools, logging_to
-    from fedmix.experiment.record import RunDirectory
-    from fedmix.experiment.run import Stopped, check, run
-    from fedmix.progress import progress
+    from fedmix.cli.progress import progress
+    from fedmix.running.directory import RunDirectory
+    from fedmix.running.loggers import check_tools, logging_to
+    from fedmix.running.run import Stopped, check, run
+    from fedmix.settings.build import EQUAL_START, build
 
     tools = check_tools(args.log)
     experiment = build(recipe, data_dir=args.data_dir)
@@ -65,9 +65,9 @@ def _run_one(recipe: Any, out: Path, args: Any) -> dict[str, Any] | None:
 
 
 def compare(args: Any) -> int:
-    from fedmix.experiment.files import write_json
-    from fedmix.experiment.recipe import folder_of_run, read_recipe
-    from fedmix.report.text import comparison, comparison_table, q_map
+    from fedmix.report.tables import comparison, comparison_table, q_map
+    from fedmix.running.files import write_json
+    from fedmix.settings.recipe import folder_of_run, read_recipe
 
     methods = names_in(args.algorithms)
     if not methods:
@@ -107,9 +107,9 @@ def _changes_for(method: str, args: Any, **more: Any) -> dict[str, Any]:
 
 
 def sweep(args: Any) -> int:
-    from fedmix.experiment.files import write_json
-    from fedmix.experiment.recipe import parse_grid, read_recipe
     from fedmix.report.sweep import best, draw_sweep, sweep_rows, sweep_table
+    from fedmix.running.files import write_json
+    from fedmix.settings.recipe import parse_grid, read_recipe
 
     grid = parse_grid(args.set)
     given = grid.pop("seed", None) if len(grid) > 1 else None  # as good as --seeds
@@ -164,9 +164,9 @@ def sweep(args: Any) -> int:
 
 
 def plan(args: Any) -> int:
-    from fedmix.experiment.plan import plan_recipe
-    from fedmix.experiment.recipe import read_recipe
-    from fedmix.report.text import plan_table
+    from fedmix.report.tables import plan_table
+    from fedmix.running.plan import plan_recipe
+    from fedmix.settings.recipe import read_recipe
 
     recipe = read_recipe(args.recipe, args.algorithm, changes(args), args.scale)
     costs = plan_recipe(recipe, args.data_dir, args.workers)

@@ -59,8 +59,8 @@ class Algorithm:
 
     @cached_property
     def client(self) -> ClientSide:
-        first = self.setup.model.init(stream(self.seed, "init", "expert", 0))
-        return ClientSide(self.name, self.setup, self.method, self.layout, self.layout.pick(first, "frozen"))
+        frozen = self.layout.pick(self._drawn[0], "frozen")
+        return ClientSide(self.name, self.setup, self.method, self.layout, frozen)
 
     @cached_property
     def server(self) -> ServerSide:
@@ -68,23 +68,30 @@ class Algorithm:
 
     # -- before training -----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _drawn(self) -> tuple[Params, ...]:
+        """The K models that the run of this seed starts from, drawn once: server, clients and checkpoints ask for them."""
+        return self._draw(self.seed)
+
+    def _draw(self, seed: int) -> tuple[Params, ...]:
+        model = self.setup.model
+        return tuple(model.init(stream(seed, "init", "expert", k)) for k in range(max(self.layout.experts, 1)))
+
     def init(self, seed: int) -> State:
         """The server's state before round 1."""
-        model, layout = self.setup.model, self.layout
-        drawn = [model.init(stream(seed, "init", "expert", k)) for k in range(max(layout.experts, 1))]
-        shared = layout.pick(drawn[0], "shared")
-        experts = tuple(layout.pick(w, "expert") for w in drawn[: layout.experts])
-        if len(experts) > 1 and _equal(experts[0], experts[1]):
+        drawn = self._drawn if seed == self.seed else self._draw(seed)
+        shared = self.layout.pick(drawn[0], "shared")
+        experts = self._experts_of(drawn)
+        if _all_equal(experts):
             experts = _parted(experts, stream(seed, "init", "noise"))
         return self._state(shared, experts)
 
+    def _experts_of(self, drawn: Sequence[Params]) -> tuple[Params, ...]:
+        return tuple(self.layout.pick(w, "expert") for w in drawn[: self.layout.experts])
+
     def starts_equal(self) -> bool:
         """Whether experts would start from the same weights, and so are given a little noise."""
-        if self.layout.experts < 2:
-            return False
-        model = self.setup.model
-        one, other = (self.layout.pick(model.init(stream(self.seed, "init", "expert", k)), "expert") for k in range(2))
-        return _equal(one, other)
+        return _all_equal(self._experts_of(self._drawn))
 
     def _state(self, shared: Params, experts: tuple[Params, ...]) -> State:
         optimizer = server_optimizer(self.setup.server)
@@ -96,9 +103,14 @@ class Algorithm:
         counts = {LABELS: torch.zeros(self.setup.model.classes)} if self.setup.training.label_counts else {}
         if not self.keeps_something:
             return counts
-        address = ("init", "expert", 0) if client is None or not self.method.apart else ("init", "client", client)
-        drawn = self.setup.model.init(stream(seed, *address))
+        drawn = self._first_model(seed, client)
         return {**self.layout.pick(drawn, "private"), **self.method.own(drawn), **counts}
+
+    def _first_model(self, seed: int, client: int | None) -> Params:
+        """The model whose private layers a client starts from."""
+        if client is not None and self.method.apart:
+            return self.setup.model.init(stream(seed, "init", "client", client))
+        return self._drawn[0] if seed == self.seed else self._draw(seed)[0]
 
     def state_from(self, flat: Mapping[str, Tensor]) -> State:
         """A state from the tensors of a checkpoint, of this version or an older one. Raises KeyError or ValueError."""
@@ -318,8 +330,12 @@ class Algorithm:
         return tuple({name: w[name] for name in order if name in w} for w in models)
 
 
-def _equal(one: Params, other: Params) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+def _all_equal(experts: Sequence[Params]) -> bool:
+    """Whether there are several experts, and they cannot be told apart."""
+    if len(experts) < 2:
+        return False
+    first, second = experts[:2]
+    return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def _parted(experts: Sequence[Params], rng: Stream) -> tuple[Params, ...]:

@@ -98,7 +98,7 @@ class ClientSide:
     @cached_property
     def own_names(self) -> frozenset[str]:
         """What the method keeps at a client beside weights."""
-        return frozenset(self.method.own(self.setup.model.init(stream(0, "names"))))
+        return frozenset(self.method.own(self.setup.model.template))
 
     def own_labels(self, y: Tensor) -> Private:
         """training.label_counts: a client's label counts in front of what is shared, which then learns p(y|x) of labels in

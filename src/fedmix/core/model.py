@@ -269,6 +269,11 @@ class Model:
         return module.eval()
 
     @property
+    def template(self) -> Params:
+        """Some parameters of the right names and shapes; nobody trains them."""
+        return self._params(self.module)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self.module.named_parameters()}
 

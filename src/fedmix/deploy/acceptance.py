@@ -17,9 +17,9 @@ from typing import Any
 
 from fedmix.catalogue import CATALOGUE
 from fedmix.errors import ClientError, FedmixError, RunError, SettingError
-from fedmix.experiment.files import write_bytes
-from fedmix.experiment.recipe import Recipe, dump_recipe, make_recipe, read_recipe
-from fedmix.experiment.record import flat_settings
+from fedmix.running.directory import flat_settings
+from fedmix.running.files import write_bytes
+from fedmix.settings.recipe import Recipe, dump_recipe, make_recipe, read_recipe
 
 MOST_BYTES = 1 << 18  # of a recipe that a server sends
 MOST_REFUSED = 20  # files that are kept

@@ -15,9 +15,9 @@ from fedmix.deploy.acceptance import agreed_recipe
 from fedmix.deploy.folder import own_data, read_server, read_site, split_address
 from fedmix.deploy.secrets import days_left
 from fedmix.errors import FedmixError, RunError
-from fedmix.experiment.recipe import SITES, Recipe
-from fedmix.experiment.sites import agreed
-from fedmix.experiment.trained import revive
+from fedmix.settings.build import revive
+from fedmix.settings.recipe import SITES, Recipe
+from fedmix.settings.sites import agreed
 
 Row = dict[str, Any]  # check, ok, what was found
 

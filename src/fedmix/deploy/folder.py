@@ -14,8 +14,8 @@ from typing import Any
 from fedmix.data.files import keep_decoded_in
 from fedmix.deploy.secrets import make_certificates, make_node_key, write_new
 from fedmix.errors import RunError, SettingError
-from fedmix.experiment.recipe import Recipe, dump_recipe, settings_from
-from fedmix.experiment.sites import PART_OF_RECIPE, Holding, SiteData, holding
+from fedmix.settings.recipe import Recipe, dump_recipe, settings_from
+from fedmix.settings.sites import PART_OF_RECIPE, Holding, SiteData, holding
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 PORT = 8000

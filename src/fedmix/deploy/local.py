@@ -11,8 +11,8 @@ from fedmix.deploy import serve
 from fedmix.deploy.folder import init, read_site
 from fedmix.deploy.serve import Running
 from fedmix.errors import RunError, SettingError
-from fedmix.experiment.files import write_bytes
-from fedmix.experiment.recipe import SITES, Recipe, dump_recipe
+from fedmix.running.files import write_bytes
+from fedmix.settings.recipe import SITES, Recipe, dump_recipe
 
 SECONDS = 180.0  # for sites to connect
 

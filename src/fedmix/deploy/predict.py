@@ -13,14 +13,14 @@ from fedmix.core.algorithm import Algorithm
 from fedmix.core.types import Message, Private
 from fedmix.data.federation import normalised
 from fedmix.data.formats import npz_arrays
-from fedmix.data.own import column, rows
+from fedmix.data.user_files import column, rows
 from fedmix.deploy.folder import read_site
 from fedmix.deploy.worker import run_folder
 from fedmix.engines.client import predict
 from fedmix.engines.store import SiteStore
 from fedmix.errors import DataError, RunError, SettingError
-from fedmix.experiment.recipe import read_recipe
-from fedmix.experiment.trained import revive
+from fedmix.settings.build import revive
+from fedmix.settings.recipe import read_recipe
 
 
 @dataclass(frozen=True)

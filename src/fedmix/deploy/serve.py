@@ -22,7 +22,7 @@ from fedmix.deploy.folder import read_server, read_site
 from fedmix.deploy.processes import Child
 from fedmix.engines.flower import flwr
 from fedmix.errors import RunError
-from fedmix.experiment.files import write_json
+from fedmix.running.files import write_json
 
 TURNED_AWAY = re.compile(r"Exit Code: 305 (.*?) For more information")  # what a SuperNode says then
 START_SECONDS = 120.0

@@ -15,12 +15,12 @@ from fedmix.deploy import wire
 from fedmix.deploy.submit import opened
 from fedmix.engines.flower import FlowerEngine, parcel
 from fedmix.errors import DataError, FedmixError, RunError
-from fedmix.experiment.build import build
-from fedmix.experiment.files import write_json
-from fedmix.experiment.recipe import SITES, Recipe, dump_recipe, make_recipe
-from fedmix.experiment.record import FAILURE, describe_federation
-from fedmix.experiment.run import Stopped, run_over
-from fedmix.experiment.sites import agreed, known_to_server
+from fedmix.running.directory import FAILURE, describe_federation
+from fedmix.running.files import write_json
+from fedmix.running.run import Stopped, run_over
+from fedmix.settings.build import build
+from fedmix.settings.recipe import SITES, Recipe, dump_recipe, make_recipe
+from fedmix.settings.sites import agreed, known_to_server
 
 POLL_SECONDS = 0.2
 MOST_POINTS = 10**12  # of a client; more is a mistake, or worse

@@ -14,9 +14,9 @@ import tomli_w
 
 from fedmix.deploy.serve import LINK, flower
 from fedmix.errors import RunError
-from fedmix.experiment.recipe import Recipe, dump_recipe
-from fedmix.experiment.record import FAILURE, InUse, RunDirectory, read_metrics
-from fedmix.experiment.run import Progress, sent_in
+from fedmix.running.directory import FAILURE, InUse, RunDirectory, read_metrics
+from fedmix.running.run import Progress, sent_in
+from fedmix.settings.recipe import Recipe, dump_recipe
 
 FREE_SECONDS = 90.0  # for a server that was stopped to let go of a run directory
 LOOK_SECONDS = 0.3  # between looks at the run directory

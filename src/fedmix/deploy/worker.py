@@ -24,10 +24,10 @@ from fedmix.engines.flower import pack_outcomes, unpack_orders
 from fedmix.engines.site import Site
 from fedmix.engines.store import SiteStore
 from fedmix.errors import ClientError, DataError, FedmixError
-from fedmix.experiment.files import write_bytes, write_json
-from fedmix.experiment.recipe import Recipe, dump_recipe
-from fedmix.experiment.sites import Holding, OwnClients
-from fedmix.experiment.trained import revive
+from fedmix.running.files import write_bytes, write_json
+from fedmix.settings.build import revive
+from fedmix.settings.recipe import Recipe, dump_recipe
+from fedmix.settings.sites import Holding, OwnClients
 
 RUN = re.compile(r"[0-9a-f]{32}")
 

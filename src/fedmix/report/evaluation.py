@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import WITH_LABELS, how_much, size, title_of
+from fedmix.report.tables import WITH_LABELS, how_much, size, title_of
 
 COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
 

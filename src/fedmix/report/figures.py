@@ -10,8 +10,8 @@ from typing import Any
 
 from fedmix.report.audit import draw_audit
 from fedmix.report.evaluation import draw_new_clients
-from fedmix.report.gather import ODD, Run, groups
-from fedmix.report.numbers import page_data, short_names
+from fedmix.report.page_data import page_data, short_names
+from fedmix.report.runs import ODD, Run, groups
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]  # Okabe and Ito
 DPI = 200

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fedmix.errors import FedmixError
-from fedmix.report.gather import gather
-from fedmix.report.numbers import page_data
 from fedmix.report.page import html
+from fedmix.report.page_data import page_data
+from fedmix.report.runs import gather
 
 WATCHED = ("recipe.toml", "metrics.jsonl", "summary.json", "evaluation.json", "audit.json", "federation.json")
 HERE = "127.0.0.1"

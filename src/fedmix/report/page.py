@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from fedmix.report.gather import Run
-from fedmix.report.numbers import page_data
+from fedmix.report.page_data import page_data
+from fedmix.report.runs import Run
 
 
 def _asset(name: str) -> str:

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.gather import Run, glance, groups, part_of
-from fedmix.report.numbers import curves
-from fedmix.report.text import q_map
+from fedmix.report.page_data import curves
+from fedmix.report.runs import Run, glance, groups, part_of
+from fedmix.report.tables import q_map
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 50

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmix.errors import SettingError, one_of
-from fedmix.report.text import SHADES, scaled_down
+from fedmix.report.tables import SHADES, scaled_down
 
 PICTURES = (".png", ".svg", ".pdf")
 MOST_ROWS = 40

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.text import COLUMNS, caption, over_seeds, percent, scores_cells
+from fedmix.report.tables import COLUMNS, caption, over_seeds, percent, scores_cells
 
 COLOURS = {"local": "#0072b2", "server": "#d55e00", "global": "#009e73"}  # safe for colour-blind readers
 

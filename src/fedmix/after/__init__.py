@@ -1,0 +1,1 @@
+"""After training: predictions, every kind of inference, what leaked."""

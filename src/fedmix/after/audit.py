@@ -1,0 +1,392 @@
+"""What the server could have learnt of the clients' labels: attacks on replies replayed from the run's own start and seed.
+
+A server that follows the protocol and looks at what it gets (sec:privacy, 'Privacy implications'). With
+server.aggregation = "linear" it gets sums over a cohort, and what they say of their members.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmix.after import leakage
+from fedmix.after.inference import Watch, Where, sample
+from fedmix.after.leakage import Vector
+from fedmix.after.restore import Restored
+from fedmix.core.optim import rate_factor
+from fedmix.core.placement import wire_name
+from fedmix.core.privacy import summed
+from fedmix.core.server import State
+from fedmix.core.types import Message
+from fedmix.engines.client import Task
+from fedmix.engines.store import MemoryStore, Store
+from fedmix.running.accounting import guarantee_of_run
+from fedmix.running.evaluate import worst_decile
+from fedmix.running.loop import everyone
+from fedmix.running.run import make_engine
+from fedmix.running.start import starting_state
+from fedmix.settings.build import Experiment, build_algorithm
+from fedmix.settings.recipe import Recipe
+
+AT_ONCE = 10  # clients whose answers are held at a time
+Attack = Callable[["_Seen"], Vector | None]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the server holds after a client's answer, or after the sum of several: numbers on which attacks work."""
+
+    members: Sequence[int]
+    points: float  # of all members
+    steps: float  # of a member, on average, each as long as one step of plain SGD at the recipe's rate
+    bias: Vector | None  # b_s - b, summed over experts
+    q: Vector | None
+    phi: Vector | None
+    phi_before: Vector | None  # as it was sent
+    shares: Vector | None  # p(c|s), where clients report it
+
+    @property
+    def support(self) -> Any:
+        """The values of c that some member holds, by the rows of phi that changed."""
+        return None if self.phi is None or self.phi_before is None else leakage.rows_changed(self.phi_before, self.phi)
+
+
+def audit_run(run: Restored, where: Where, watch: Watch = lambda *_: None) -> dict[str, Any]:
+    """All attacks, at the start of training and at its end, as plain numbers: what `fedmix audit` prints and writes."""
+    leakage.scipy_or_complain()
+    began = time.perf_counter()
+    return {**run.about, **_Audit(run, where, watch).everything(), "seconds": time.perf_counter() - began}
+
+
+class _Audit:
+    def __init__(self, run: Restored, where: Where, watch: Watch) -> None:
+        self.run, self.where, self.watch = run, where, watch
+        self.recipe = run.experiment.recipe
+        self.federation = run.experiment.federation
+        self.everybody = range(len(self.federation))
+        self.chosen = sample(len(self.federation), where.clients, self.recipe.seed)
+        self.labels = self._marginals(self.federation.y, self.federation.classes)
+        self.sides = self._marginals(self.federation.c, self.federation.categories)
+        self.linear = self.recipe.server.aggregation == "linear"
+        self.notes: dict[str, str] = {}
+        if self.recipe.evaluation.share_private and run.experiment.algorithm.uses_private:
+            self.notes["evaluation.share_private"] = (
+                "clients also hand over private parts for global accuracy; the audit is of training, and does not look at them"
+            )
+
+    def _marginals(self, values: torch.Tensor, count: int) -> dict[int, Vector]:
+        parts = self.federation.parts["train"]
+        counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.everybody}
+        return {s: own / own.sum() for s, own in counts.items()}
+
+    def everything(self) -> dict[str, Any]:
+        start = starting_state(self.run.experiment)
+        empty, trained = MemoryStore(), MemoryStore()
+        for s in self.run.store.clients():
+            trained.put(s, self.run.store.get(s) or {})
+        once = replace(
+            self.recipe.training,
+            batch_size=max(self.federation.size(s) for s in self.everybody),
+            epochs=1,
+            schedule="constant",
+        )
+        single = self._experiment(replace(self.recipe, training=once))
+        seen = {
+            "single step": self._replay("a single step from the start", single, start, empty),
+            "start": self._replay("a round from the start", self.run.experiment, start, MemoryStore()),
+            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained, again=True),
+        }
+        attacks: dict[str, dict[str, Any]] = {"start": {}, "end": {}}
+        absent: dict[str, Any] = {"start": None, "end": None}
+        self._attack_biases(seen, attacks)
+        self._attack_posteriors(seen, attacks, absent)
+        return {
+            "audited": len(self.chosen),
+            "side": self.federation.side,
+            "names": [self.federation.names[s] for s in self.chosen],
+            "points": [self.federation.size(s) for s in self.chosen],
+            "true": [self.labels[s].tolist() for s in self.chosen],
+            "true_side": None if self.federation.side == "label" else [self.sides[s].tolist() for s in self.chosen],
+            "guess": self._guess(self.labels),
+            "guess_side": None if self.federation.side == "label" else self._guess(self.sides),
+            "attacks": attacks,
+            "absent": absent,
+            "protection": {
+                "aggregation": self.recipe.server.aggregation,
+                "clip": self.recipe.privacy.clip,
+                "noise": self.recipe.privacy.noise,
+                **guarantee_of_run(
+                    self.recipe, self.run.experiment.algorithm.noisy_parts, self.run.path, self.run.carried
+                ),
+            },
+            "notes": self.notes,
+        }
+
+    def _attack_biases(self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]]) -> None:
+        """What moves of the output bias say of labels."""
+        if self._bias_is_sent():
+            by_steps = partial(_by_steps, self.recipe.training.client_lr)
+            attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
+            for when in attacks:
+                attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
+                attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
+                if self.recipe.training.label_counts:
+                    attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
+            if self.recipe.training.label_counts:
+                self.notes["training.label_counts"] = (
+                    "counts are in front of what is shared, and its bias moves by what they do not explain; "
+                    "estimates by steps take it to be near zero"
+                )
+        else:
+            self.notes["bias"] = "the output bias is not sent in training, or the model has none"
+
+    def _attack_posteriors(
+        self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]], absent: dict[str, Any]
+    ) -> None:
+        """What q(z|s), phi and rows that come back unchanged say of c."""
+        if not self._posterior_says_something():
+            return
+        for when in attacks:
+            self.watch(f"solving for p(y|s), {when}", 0, 1)
+            attacks[when]["posterior"] = self._judge(seen[when], _least_squares, self.sides)
+            attacks[when]["posterior_whole"] = self._judge(seen[when], _whole, self.sides)
+            if self._field("shares"):
+                attacks[when]["reported"] = self._judge(seen[when], _reported, self.sides)
+            absent[when] = self._absent(seen[when])
+
+    def _experiment(self, recipe: Recipe) -> Experiment:
+        made = self.run.experiment
+        example = self.federation.inputs(torch.arange(2))
+        clients, categories = len(self.federation), self.federation.categories
+        algorithm = build_algorithm(recipe, made.model, clients, categories, example, made.page)
+        return replace(made, recipe=recipe, algorithm=algorithm)
+
+    def _groups(self) -> list[list[int]]:
+        """Clients that answer together: some at a time; where the server sees sums, whole cohorts as in a round."""
+        if not self.linear:
+            return [self.chosen[start : start + AT_ONCE] for start in range(0, len(self.chosen), AT_ONCE)]
+        size, everybody = self.recipe.clients_per_round or len(self.everybody), list(self.everybody)
+        twice = everybody + everybody
+        cohorts = [twice[start : start + size] for start in range(0, len(everybody), size)]
+        return [cohort for cohort in cohorts if set(cohort) & set(self.chosen)]
+
+    def _replay(
+        self, stage: str, experiment: Experiment, state: State, store: Store, again: bool = False
+    ) -> list[_Seen]:
+        """Every client's answer to what it would be sent now, reduced to what attacks use; nothing of it is kept.
+
+        again: as in the last round that was trained, not in one after it, which a rate schedule has no rate for.
+        """
+        algorithm = experiment.algorithm
+        t = state.round if again else state.round + 1
+        seen: list[_Seen] = []
+        groups = self._groups()
+        where = self.where
+        with closing(make_engine(where.engine, where.workers, experiment, store, where.device)) as engine:
+            for done, cohort in enumerate(groups):
+                self.watch(stage, done, len(groups))
+                sent = [_in_round(algorithm.broadcast(state, s), t) for s in cohort]
+                tasks = [Task("train", t, s, m) for s, m in zip(cohort, sent, strict=True)]
+                answers = everyone(engine.run(tasks))
+                if self.linear:
+                    seen.append(self._sum_seen(experiment.recipe, cohort, sent[0], answers))
+                else:
+                    seen += [
+                        self._seen(experiment.recipe, [s], m, a) for s, m, a in zip(cohort, sent, answers, strict=True)
+                    ]
+        return seen
+
+    def _field(self, tells: str) -> str | None:
+        """The name of the reply's field that tells this of a client."""
+        fields = self.run.experiment.algorithm.method.reply
+        return next((name for name, field in fields.items() if field.tells == tells), None)
+
+    def _told(self, tensors: Mapping[str, torch.Tensor], tells: str) -> torch.Tensor | None:
+        name = self._field(tells)
+        return tensors.get(name) if name else None
+
+    def _sent_before(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The posterior as it was sent, which a client's answer moved from."""
+        name = self._field("posterior")
+        return tensors.get(self.run.experiment.algorithm.method.reply[name].moved_from) if name else None
+
+    def _seen(self, recipe: Recipe, members: list[int], sent: Message, answer: Message) -> _Seen:
+        before, after = sent.tensors, answer.tensors
+        moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
+        n = float(answer.numbers["n"])
+        q = _maybe(self._told(after, "marginal"))
+        returned = list(self.run.experiment.algorithm.layout.unpack(after).experts)
+        return _Seen(
+            members=members,
+            points=n,
+            steps=self._steps(recipe, n, sent, None if q is None else q[returned]),
+            bias=np.sum(moved, axis=0) if moved else None,
+            q=q,
+            phi=_maybe(self._told(after, "posterior")),
+            phi_before=_maybe(self._sent_before(before)),
+            shares=_maybe(self._told(after, "shares")),
+        )
+
+    def _sum_seen(self, recipe: Recipe, members: list[int], sent: Message, answers: Sequence[Message]) -> _Seen:
+        """The cohort's sums as if they were one client's: mean movement, mean q, mean phi."""
+        total = summed([answer.tensors for answer in answers])
+        n = sum(float(answer.numbers["n"]) for answer in answers)
+        weighed = self._told(total, "marginal")
+        moved = []
+        for name in self._bias_names(total):
+            expert = next(iter(self.run.experiment.algorithm.layout.unpack({name: total[name]}).experts), None)
+            by = n if weighed is None or expert is None else weighed[expert]
+            moved.append(-_array(total[name] / by))
+        summed_phi, before = self._told(total, "posterior"), self._sent_before(sent.tensors)
+        phi = None if summed_phi is None or before is None else before + summed_phi / n
+        shares = self._told(total, "shares")
+        q = None if weighed is None else _array(weighed / n)
+        return _Seen(
+            members=members,
+            points=n,
+            steps=self._steps(recipe, n / len(members), sent, q),
+            bias=np.sum(moved, axis=0) if moved else None,
+            q=q,
+            phi=_maybe(phi),
+            phi_before=None if phi is None else _maybe(before),
+            shares=None if shares is None else _array(shares / n),
+        )
+
+    def _bias_names(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The output layer's bias: of the shared model, or of each expert that is there."""
+        algorithm = self.run.experiment.algorithm
+        bias = f"{self.run.experiment.model.output}.bias"
+        wire = [bias] if bias in algorithm.layout.shared else []
+        if bias in algorithm.layout.expert:
+            wire = [wire_name(k, bias) for k in range(algorithm.layout.experts)]
+        return [name for name in wire if name in tensors]
+
+    def _bias_is_sent(self) -> bool:
+        message = self.run.experiment.algorithm.broadcast(self.run.state, self.chosen[0])
+        return bool(self._bias_names(message.tensors))
+
+    def _posterior_says_something(self) -> bool:
+        algorithm = self.run.experiment.algorithm
+        if not self._field("posterior"):
+            if self._field("marginal"):
+                self.notes["posterior"] = "phi is not sent in training"
+            return False
+        if algorithm.layout.experts == 1:
+            self.notes["posterior"] = "one expert: q(z|s) is 1 whatever the labels are"
+            return False
+        if self.federation.side == "client":
+            self.notes["posterior"] = "c is the client itself: q(z|s) says nothing of its labels"
+            return False
+        if self.federation.side != "label":
+            self.notes["posterior"] = f"c is the {self.federation.side}: what leaks is p(c|s), not p(y|s)"
+        return True
+
+    def _steps(self, recipe: Recipe, points: float, sent: Message, q: Vector | None) -> float:
+        """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, how much
+        longer a method's steps are together, and that label_counts leave 1/(N_s + 1) of a step.
+
+        q: q(z|s) of the experts that came back.
+        """
+        settings = recipe.training
+        steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
+        factor = rate_factor(settings.schedule, int(sent.numbers["round"]), recipe.rounds)
+        momentum = sum((1 - settings.momentum**i) / (1 - settings.momentum) for i in range(1, steps + 1))
+        scale = self.run.experiment.algorithm.method.longer_steps
+        longer = scale(q) if q is not None and scale is not None else 1.0
+        shorter = points + 1 if settings.label_counts else 1
+        return float(max(factor, 1e-12) * momentum * longer / shorter)
+
+    def _judge(self, seen: Sequence[_Seen], attack: Attack, true: dict[int, Vector]) -> dict[str, Any] | None:
+        """How near an attack comes to each client's truth; a sum's estimate is the same for all of its members."""
+        found: dict[int, Vector] = {}
+        for own in seen:
+            estimate = attack(own)
+            if estimate is not None:
+                found |= {s: estimate for s in own.members if s in self.chosen and s not in found}
+        if not found:
+            return None
+        distances = {s: leakage.total_variation(true[s], p) for s, p in found.items()}
+        ranks = {s: leakage.rank_correlation(true[s], p) for s, p in found.items()}
+        known = [r for r in ranks.values() if r is not None]
+        return {
+            "clients": len(found),
+            "total_variation": _spread(list(distances.values())),
+            "rank_correlation": float(np.mean(known)) if known else None,
+            "exact": sum(d < 1e-6 for d in distances.values()),
+            "of_clients": [
+                {
+                    "estimate": found[s].tolist(),
+                    "total_variation": distances[s],
+                    "rank_correlation": ranks[s],
+                }
+                if s in found
+                else None
+                for s in self.chosen
+            ],
+        }
+
+    def _absent(self, seen: Sequence[_Seen]) -> dict[str, int]:
+        """Values of c that clients do not hold, and how many of them rows that came back unchanged give away."""
+        missing = found = wrong = 0
+        for own in seen:
+            for s in set(own.members) & set(self.chosen):
+                absent = self.sides[s] == 0
+                missing += int(absent.sum())
+                found += int((absent & ~own.support).sum())
+                wrong += int((~absent & ~own.support).sum())
+        return {"absent": missing, "found": found, "wrong": wrong}
+
+    def _guess(self, true: dict[int, Vector]) -> dict[str, Any]:
+        """What anyone can say without looking: that a client is like the average of all."""
+        sizes = np.array([self.federation.size(s) for s in self.everybody], dtype=np.float64)
+        mean = np.average([true[s] for s in self.everybody], axis=0, weights=sizes)
+        return {"total_variation": _spread([leakage.total_variation(true[s], mean) for s in self.chosen])}
+
+
+def _by_steps(rate: float, own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias(own.bias, rate, own.steps)
+
+
+def _normalised(own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias_normalised(own.bias)
+
+
+def _by_size(own: _Seen) -> Vector | None:
+    return None if own.bias is None else leakage.from_bias_size(own.bias)
+
+
+def _least_squares(own: _Seen) -> Vector | None:
+    return None if own.q is None or own.phi is None else leakage.from_posterior(own.q, own.phi, own.support)
+
+
+def _reported(own: _Seen) -> Vector | None:
+    return own.shares
+
+
+def _whole(own: _Seen) -> Vector | None:
+    if own.q is None or own.phi is None:
+        return None
+    whole = leakage.whole_numbers(own.q, own.phi, own.support, round(own.points))
+    return _least_squares(own) if whole is None else whole
+
+
+def _in_round(message: Message, t: int) -> Message:
+    return Message(message.tensors, {**message.numbers, "round": t})
+
+
+def _maybe(tensor: torch.Tensor | None) -> Vector | None:
+    return None if tensor is None else _array(tensor)
+
+
+def _array(tensor: torch.Tensor) -> Vector:
+    return tensor.to(torch.float64).numpy()
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """`most_exposed`: mean over the tenth of the clients that is known best."""
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "most_exposed": worst_decile(values)}

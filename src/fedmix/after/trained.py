@@ -1,0 +1,143 @@
+"""After training: `load(RUN)`, a client's predictions with its own gate, experts as state dicts, a client as a module.
+
+A run directory is enough; the data is not needed.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmix.core.mixture import ClientModule
+from fedmix.core.tree import Params
+from fedmix.data.federation import client_number, normalised
+from fedmix.engines.client import from_shared, predict
+from fedmix.errors import RunError
+from fedmix.methods.page import Page
+from fedmix.running.checkpoint import private_states
+from fedmix.running.directory import read_metrics
+from fedmix.running.evaluate import for_anyone
+from fedmix.running.reopen import reopen
+from fedmix.settings.build import Given
+
+
+class TrainedRun:
+    """A run directory brought back to life, at its last checkpoint."""
+
+    def __init__(self, path: Path, model: Given, page: Page | None = None) -> None:
+        run = reopen(path, model, page)
+        self.path = path
+        self.recipe = run.recipe
+        self.round = run.checkpoint.round
+        self.clients: list[str] = run.federation["clients"]
+        # what the user calls the classes, where the data says so
+        self.labels: list[str] = run.federation.get("labels", [])
+        self._mean, self._std = run.federation["mean"], run.federation["std"]
+        self._side = run.federation["side"]
+        # None: label counts never left the sites
+        self._label_counts: list[list[int]] | None = run.federation.get("label_counts")
+        self._model, self._algorithm = run.model, run.algorithm
+        self._state = run.checkpoint.state
+        self._checkpoint = run.checkpoint
+
+    @cached_property
+    def _privates(self) -> dict[int, Params]:
+        return private_states(self.path, self._checkpoint)
+
+    @property
+    def experts(self) -> tuple[Params, ...]:
+        """The shared models, each as a state dict for the user's own module."""
+        return self._algorithm.experts(self._state)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json; a run that has not ended has none."""
+        file = self.path / "summary.json"
+        if not file.exists():
+            raise RunError(f"{self.path} has no summary: the run is at round {self.round} of {self.recipe.rounds}.")
+        summary: dict[str, Any] = json.loads(file.read_text())
+        return summary
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, a dict a round."""
+        return read_metrics(self.path)
+
+    def _inputs(self, x: Any) -> Tensor:
+        """Arrays as what the model is given; images of bytes are normalised as they were in training."""
+        tensor = x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
+        return normalised(tensor, self._mean, self._std) if self._mean else tensor.float()
+
+    def log_prob(self, x: Any) -> Tensor:
+        """log p(y|x) for somebody who is none of the clients, from what is shared alone: [N, ...] -> [N, classes].
+
+        FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label. After
+        training.label_counts it is p(y|x) where labels are as frequent as everybody's together, or, where their counts
+        never left the sites, equally frequent.
+        """
+        shared = from_shared(self._algorithm, self._algorithm.broadcast(self._state, None), self._side)
+        if shared is None:
+            raise RunError(
+                f"{self.path} must be of a method whose shared parts predict by themselves (FedAvg, FedMix with q(z|y)). "
+                "Here private parts decide. Take a client's own predictions, run.client(...).predict(x)."
+            )
+        if self._label_counts is not None:
+            shared = for_anyone(self._algorithm, self._label_counts, shared)
+        return shared(self._inputs(x)).float()
+
+    def predict(self, x: Any) -> Tensor:
+        """The most probable label of each input, for somebody who is none of the clients: [N, ...] -> [N]."""
+        return self.log_prob(x).argmax(dim=1)
+
+    def client(self, client: int | str) -> "TrainedClient":
+        """A client by number or by name."""
+        return TrainedClient(self, client_number(self.clients, client))
+
+
+class TrainedClient:
+    """One client's predictor: the server's experts with its own private parts."""
+
+    def __init__(self, run: TrainedRun, number: int) -> None:
+        self._run = run
+        self._message = run._algorithm.broadcast(run._state, number)
+        self.took_part = number in run._privates
+        self._private = run._privates[number] if self.took_part else self._new(number)
+
+    def _new(self, number: int) -> Params:
+        """Before any training: what every client starts from, and its own label counts where the run knows them."""
+        algorithm, counts = self._run._algorithm, self._run._label_counts
+        private = algorithm.new_client(self._run.recipe.seed, number)
+        if not algorithm.counts_labels or counts is None:
+            return private
+        return algorithm.counted(
+            private, torch.arange(len(counts[number])).repeat_interleave(torch.tensor(counts[number]))
+        )
+
+    def log_prob(self, x: Any) -> Tensor:
+        """log p(y|x,s): [N, ...] -> [N, classes]."""
+        return predict(self._run._algorithm, self._message, self._private, self._run._inputs(x))
+
+    def predict(self, x: Any) -> Tensor:
+        """The most probable label of each input: [N, ...] -> [N]."""
+        return self.log_prob(x).argmax(dim=1)
+
+    def expert_weights(self, x: Any) -> Tensor:
+        """p(z|x,s): how much each expert that the client holds counts for each input. [N, ...] -> [N, K']"""
+        with torch.no_grad():
+            return self.module().expert_weights(self._run._inputs(x))
+
+    def module(self) -> ClientModule:
+        """The client's whole predictor as one `nn.Module` that gives log p(y|x,s); `torch.export` takes it.
+
+        It takes what the model takes: images of bytes must be normalised before.
+        """
+        return ClientModule(self._run._algorithm, self._message, self._private).eval()
+
+
+def load(run: str | Path, model: Given = None, algorithm: Page | None = None) -> TrainedRun:
+    """The models of a run directory. `model`, `algorithm`: needed again where they were handed over in Python."""
+    return TrainedRun(Path(run), model, algorithm)

@@ -1,0 +1,152 @@
+"""How a run is watched: a bar on a terminal, plain lines elsewhere. Everything goes to standard error."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedmix.report.tables import printable, size
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.accuracy = ""
+        self.troubles: list[str] = []
+
+    def take(self, line: dict[str, Any]) -> list[str]:
+        """Add a round; gives what has newly gone wrong in it."""
+        if "accuracy" in line:
+            local, server = line["accuracy"]["local"]["mean"], line["accuracy"]["server"]["mean"]
+            self.accuracy = f"local {_percent(local)} server {_percent(server)}"
+        kinds = [trouble.split(":")[0] for trouble in self.troubles]
+        self.troubles = line.get("warnings", [])
+        new = [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
+        return new + _left_out(line)
+
+
+def _left_out(line: dict[str, Any]) -> list[str]:
+    """Clients that a round went on without, and why."""
+    told = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
+    told += [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
+    more = [f"and {len(told) - 3} more"] if len(told) > 3 else []
+    return [f"round {line['round']}: {printable(words)}" for words in told[:3] + more]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+@contextmanager
+def progress(title: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
+    """A function to call after each round."""
+    totals = _Totals()
+    if quiet:
+        yield lambda _: None
+    elif sys.stderr.isatty():
+        yield from _bar(title, totals)
+    else:
+        yield lambda step: _line(title, totals, step)
+
+
+@contextmanager
+def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call as work goes from stage to stage: (what is being done, how much of it is done, of how much)."""
+    seen: dict[str, int] = {}
+    if quiet or not sys.stderr.isatty():
+
+        def say(name: str, done: int, total: int) -> None:
+            tenth = 10 * done // max(total, 1)
+            if tenth > seen.get(name, -1) and not quiet:
+                seen[name] = tenth
+                print(f"{name} ..." + (f" {done:,} of {total:,}" if total > 1 else ""), file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task("starting", total=None)
+
+    def show(name: str, done: int, total: int) -> None:
+        if not bar.live.is_started:
+            bar.start()
+        bar.update(task, description=name, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def downloads(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A function to call as a download goes on, with a file's name, its bytes so far, and in all if they are known."""
+    if quiet or not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def say(name: str, done: int, total: int | None) -> None:
+            if name not in seen and not quiet:
+                seen.add(name)
+                print(f"{name}: downloading {size(total) if total else ''}".rstrip(), file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+
+        def show(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield show
+
+
+def _line(title: str, totals: _Totals, step: Any) -> None:
+    for trouble in totals.take(step.metrics):
+        print(f"{title}  round {step.done}/{step.total}  {trouble}", file=sys.stderr, flush=True)
+    if "accuracy" in step.metrics or step.done == 1:
+        facts = f"loss {step.metrics['loss']:.4f}  {totals.accuracy or 'not evaluated yet'}  sent {size(step.sent)}"
+        print(f"{title}  round {step.done}/{step.total}  {facts}", file=sys.stderr, flush=True)
+
+
+def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(title, total=None, facts="starting")
+
+    def show(step: Any) -> None:
+        if not bar.live.is_started:
+            bar.start()  # after the workers were forked: the bar has a thread
+        for trouble in totals.take(step.metrics):
+            bar.console.print(f"{title}  round {step.done}/{step.total}  {trouble}", style="yellow", markup=False)
+        facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(step.sent)}"
+        bar.update(task, completed=step.done, total=step.total, facts=facts)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

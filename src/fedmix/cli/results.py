@@ -1,0 +1,144 @@
+"""Commands that look at a run, or at data before it is trained on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedmix.cli.output import picture_of, show
+from fedmix.cli.training import changes
+from fedmix.errors import SettingError
+
+
+def evaluate(args: Any) -> int:
+    from fedmix.after.inference import Options, evaluate_run
+    from fedmix.cli.progress import stages
+    from fedmix.report.evaluation import draw_new_clients, evaluation_table
+
+    options = Options(args.clients, args.engine, args.workers, args.device, args.vae, args.points)
+    run = _restored(args)
+    with stages(args.quiet) as watch:
+        result = evaluate_run(run, options, watch)
+    return _tell(args, run.path / "evaluation.json", result, draw_new_clients, "new-clients.png", evaluation_table)
+
+
+def audit(args: Any) -> int:
+    from fedmix.after.audit import audit_run
+    from fedmix.after.inference import Where
+    from fedmix.cli.progress import stages
+    from fedmix.report.audit import audit_table, draw_audit
+
+    where = Where(args.clients, args.engine, args.workers, args.device)
+    run = _restored(args)
+    with stages(args.quiet) as watch:
+        result = audit_run(run, where, watch)
+    return _tell(args, run.path / "audit.json", result, draw_audit, "audit.png", audit_table)
+
+
+def _tell(args: Any, file: Path, result: dict[str, Any], draw: Any, picture: str, table: Callable[[Any], Any]) -> int:
+    """What was found of a run: into its directory, as a picture, and as JSON or a table."""
+    from fedmix.running.files import write_json
+
+    write_json(file, result)
+    drawn = picture_of(draw, result, file.with_name(picture))
+    if "json" in args:
+        print(json.dumps(result | {"picture": drawn}))
+        return 0
+    show(table(result))
+    print(f"results: {file}" + (f", {drawn}" if drawn else ""))
+    return 0
+
+
+def _restored(args: Any) -> Any:
+    """The run that a command looks at, with its data."""
+    from fedmix.after.restore import restore
+    from fedmix.running.run import HERE, check
+
+    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
+    check(run.experiment, args.engine, args.workers, args.device, HERE)
+    return run
+
+
+def split(args: Any) -> int:
+    from fedmix.report.split import draw_split, split_table
+    from fedmix.settings.federate import build_federation, describe_split
+    from fedmix.settings.recipe import read_recipe
+
+    recipe = read_recipe(args.recipe, None, changes(args, seed=args.seed), args.scale)
+    about = {"recipe": recipe.name, "scale": recipe.scale, "seed": recipe.seed}
+    split = about | describe_split(build_federation(recipe.data, recipe.seed, args.data_dir))
+    picture = Path(args.out or f"runs/split-{recipe.name}-seed{recipe.seed}.png")
+    if args.out and picture.exists() and not args.overwrite:
+        raise SettingError(f"{picture} is there already. Use --overwrite to replace it, or another --out.")
+    drawn: str | None = str(picture)
+    try:
+        draw_split(split, picture)
+    except ModuleNotFoundError:
+        if args.out:
+            raise SettingError("a picture needs Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
+        drawn = None
+    if args.json:
+        print(json.dumps(split | {"picture": drawn}))
+    else:
+        show(split_table(split))
+        print(f"picture: {drawn or 'none; it needs Matplotlib: pip install fedmix[plots]'}")
+    return 0
+
+
+def report(args: Any) -> int:
+    from fedmix.report.page import report as made
+    from fedmix.report.runs import gather
+    from fedmix.running.files import write_bytes
+
+    out = Path(args.out or Path(args.runs[0]) / "report.html")
+    if out.is_dir():
+        raise SettingError(f"--out must be a file. {out} is a folder; try {out / 'report.html'}.")
+    if args.out and out.exists() and not args.overwrite:
+        raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
+    text = made(gather(args.runs))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(out, text.encode())
+    print(out)
+    return 0
+
+
+def watch(args: Any) -> int:
+    from fedmix.report.live import watch as serve
+
+    if not 0 <= args.port < 65536:
+        raise SettingError(f"--port must be from 0 to 65535. Got {args.port} instead.")
+    try:
+        serve(args.runs, args.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        raise SettingError(
+            f"--port {args.port} cannot be used ({error.strerror}); choose another, or 0 for any."
+        ) from error
+    return 0
+
+
+def figures(args: Any) -> int:
+    from fedmix.report.runs import gather
+
+    folder = Path(args.out)
+    if folder.exists() and any(folder.iterdir()) and not args.overwrite:
+        raise SettingError(f"{folder} holds files already. Use --overwrite to replace figures in it, or another --out.")
+    runs = gather(args.runs)
+    try:
+        from fedmix.report.figures import draw_figures
+
+        for name in draw_figures(runs, folder):
+            print(folder / name)
+    except ModuleNotFoundError:
+        raise SettingError("figures need Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
+    return 0
+
+
+def show_run(args: Any) -> int:
+    from fedmix.report.runs import gather
+    from fedmix.report.show import show as essentials
+
+    for run in gather(args.runs):
+        show(essentials(run))
+    return 0

@@ -1,0 +1,1 @@
+"""One run: rounds, evaluations, checkpoints, the run directory."""

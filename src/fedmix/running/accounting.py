@@ -1,0 +1,63 @@
+"""What the noise of a run guarantees: (epsilon, delta), from a maintained accountant (dp-accounting)."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedmix.errors import SettingError
+from fedmix.running.releases import Unknown, cohorts
+from fedmix.settings.recipe import Recipe
+
+RELEASES = "releases"  # in what a checkpoint carries: the last line of releases.jsonl that it knew
+
+
+def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> dict[str, Any]:
+    """(epsilon, delta) of the client that answered most often, against whoever sees its answers; or why there is none.
+
+    Client-level and local: two clients with any data at all are to be told apart. A round's answer is one Gaussian
+    mechanism for the weights, one for q(z|s), one for phi. N_s, losses and scores are not covered.
+
+    parts: how many noisy things one answer holds. cohorts: the clients of every time that a round was trained; a round that
+    was trained again counts again.
+    """
+    noise = recipe.privacy.noise
+    if not noise:
+        return _none(None)
+    if recipe.privacy.reproducible:
+        return _none("privacy.reproducible draws the noise from the recipe's seed, so the server can subtract it")
+    accounting = accountant_or_complain()
+    try:
+        counts = Counter(s for cohort in cohorts for s in cohort)
+    except Unknown as error:
+        return _none(f"{error}, so it is not known how often clients answered")
+    most = max(counts.values(), default=0)
+    # m Gaussian mechanisms of the same noise are one of noise / sqrt(m): exactly, not a bound
+    times = parts * most
+    epsilon = accounting.get_epsilon_gaussian(noise / times**0.5, recipe.privacy.delta) if times else 0.0
+    return {"epsilon": float(epsilon), "delta": recipe.privacy.delta, "rounds_of_a_client": most, "why_none": None}
+
+
+def guarantee_of_run(recipe: Recipe, parts: int, folder: Path, carried: Mapping[str, Any]) -> dict[str, Any]:
+    """What the noise of this run directory guarantees. carried: what its last checkpoint carries."""
+
+    def asked() -> Iterator[list[int]]:
+        if RELEASES not in carried:
+            raise Unknown("its first rounds were trained by a version that drew noise from the seed")
+        yield from cohorts(folder, str(carried[RELEASES]))
+
+    return guarantee(recipe, parts, asked())
+
+
+def _none(why: str | None) -> dict[str, Any]:
+    return {"epsilon": None, "delta": None, "rounds_of_a_client": None, "why_none": why}
+
+
+def accountant_or_complain() -> Any:
+    try:
+        from dp_accounting import gaussian_mechanism
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            "privacy.noise is accounted for by dp-accounting; install it with: pip install 'fedmix[privacy]'."
+        ) from error
+    return gaussian_mechanism

@@ -1,0 +1,288 @@
+"""TensorBoard, MLflow and Weights & Biases get the numbers of metrics.jsonl, round by round, then those of summary.json.
+
+logged.json remembers how far each of them has got: a run that is resumed goes on where it stopped, and a run that was
+trained without them is sent afterwards. A tool that fails is left behind; the run goes on.
+"""
+
+import json
+import logging
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedmix.errors import SettingError, one_of
+from fedmix.running.directory import LOGGED, flat_settings, read_metrics
+from fedmix.running.files import write_json
+from fedmix.running.run import Progress
+from fedmix.settings.recipe import Recipe, dump_recipe, settings_table
+
+COUNTED = ("refused", "absent", "warnings")  # how many, not who
+LEFT_OUT = ("round", "clients", "q_zc", "q_zs")  # who took part, and tables: they are in metrics.jsonl
+BATCH = 1000  # numbers in a request to MLflow
+Rows = Sequence[tuple[int, Mapping[str, float]]]
+
+
+class Tool(Protocol):
+    """id: of the run at this tool, in this session and later ones. where: what to type to look at it."""
+
+    id: str
+    where: str
+
+    def put(self, rows: Rows) -> None: ...
+
+    def close(self, ended: bool) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.id, self.where = id or path.name, f"tensorboard --logdir {path / 'tensorboard'}  (pip install tensorboard)"
+        own = f".{uuid.uuid4().hex[:8]}"  # a session of the same second must not write over the one before
+        self._writer = SummaryWriter(str(path / "tensorboard"), filename_suffix=own)
+        if id is None:
+            settings = "".join(
+                f"    {line}\n" for line in dump_recipe(recipe).splitlines()
+            )  # Markdown for: as it stands
+            self._writer.add_text("recipe", settings, 0)
+
+    def put(self, rows: Rows) -> None:
+        for step, numbers in rows:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, ended: bool) -> None:
+        self._writer.close()
+
+
+class Mlflow:
+    """At MLFLOW_TRACKING_URI, or in a file beside the run, which the runs of a folder share."""
+
+    def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no network that nobody asked for
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # seconds, not minutes: training waits for it
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path.resolve().parent / 'mlflow.db'}"
+        local = f"mlflow ui --backend-store-uri {uri}  (pip install mlflow)"
+        self.where = local if uri.startswith("sqlite:") else f"MLflow: {uri}"
+        self._client = MlflowClient(tracking_uri=uri)
+        if id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe.name
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            id = self._client.create_run(experiment, run_name=path.name).info.run_id
+            for key, value in flat_settings(recipe).items():
+                self._client.log_param(id, key, str(value)[:500])
+        else:
+            self._client.update_run(id, "RUNNING")
+        self.id = id
+
+    def put(self, rows: Rows) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for step, numbers in rows for name, value in numbers.items()]
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(self.id, metrics[start : start + BATCH])
+
+    def close(self, ended: bool) -> None:
+        self._client.set_terminated(self.id, "FINISHED" if ended else "KILLED")
+
+
+class WeightsAndBiases:
+    """Offline, unless WANDB_MODE says otherwise: what it has can be sent later."""
+
+    def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no network that nobody asked for
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self.id = id or uuid.uuid4().hex[:12]
+        self._run = wandb.init(
+            id=self.id,
+            resume="allow",
+            mode=mode,
+            dir=path,
+            project=os.environ.get("WANDB_PROJECT") or "fedmix",
+            group=recipe.name,
+            name=path.name,
+            config=settings_table(recipe),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+        offline = f"wandb sync {path / 'wandb'}/offline-run-*-{self.id}"
+        self.where = offline if mode == "offline" else f"Weights & Biases: {self._run.url}"
+
+    def put(self, rows: Rows) -> None:
+        for step, numbers in rows:
+            self._run.log(dict(numbers), step=step)
+
+    def close(self, ended: bool) -> None:
+        self._run.finish(exit_code=0 if ended else 1)
+
+
+TOOLS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Tool]]] = {
+    "tensorboard": ("tensorboardX", TensorBoard),
+    "mlflow": ("mlflow", Mlflow),
+    "wandb": ("wandb", WeightsAndBiases),
+}
+
+
+def check_tools(given: str | Iterable[str] | None) -> list[str]:
+    """The names, with commas or one by one, each once, if they are known and installed."""
+    names = given.split(",") if isinstance(given, str) else given or ()
+    found = list(dict.fromkeys(name.strip() for name in names if name.strip()))
+    for name in found:
+        if name not in TOOLS:
+            raise SettingError(one_of("log", name, TOOLS))
+        if find_spec(TOOLS[name][0]) is None:
+            raise SettingError(f"log {name} needs its client; install it with: pip install 'fedmix[{name}]'.")
+    return found
+
+
+@contextmanager
+def logging_to(
+    names: Sequence[str],
+    path: Path,
+    recipe: Recipe,
+    complain: Callable[[str], None],
+    watch: Callable[[Progress], None] | None = None,
+    hint: Callable[[str], None] = lambda _: None,
+) -> Iterator[Callable[[Progress], None]]:
+    """A function to call after each round, which calls `watch` too; a run that ended is sent to its end.
+
+    complain: is told what went wrong with a tool. hint: what to type to look at what a tool has got.
+    """
+    logs = _Logs(names, path, recipe, complain, hint)
+
+    def told(step: Progress) -> None:
+        if watch:
+            watch(step)
+        logs.take(step)
+
+    try:
+        yield told
+        logs.end()
+    finally:
+        logs.close()
+
+
+class _Logs:
+    """Tools are started after the first round, when worker processes have been forked: they have threads."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        path: Path,
+        recipe: Recipe,
+        complain: Callable[[str], None],
+        hint: Callable[[str], None],
+    ) -> None:
+        self._names, self._path, self._recipe = names, path, recipe
+        self._complain, self._hint = complain, hint
+        self._tools: dict[str, Tool] | None = None
+        self._state: dict[str, Any] = {}
+        self._ended = False
+
+    def take(self, step: Progress) -> None:
+        if self._tools is None and self._names:
+            self._start(step.done)
+        else:
+            self._put([step.metrics])
+
+    def end(self) -> None:
+        """Of a run that has its summary."""
+        file = self._path / "summary.json"
+        if not self._names or not file.exists():
+            return
+        summary = json.loads(file.read_text())
+        last = summary["rounds"]
+        if self._tools is None:
+            self._start(last)
+        test = {f"test/{name}": value for name, value in numbers_of(_results(summary)).items()}
+        for name, tool in list((self._tools or {}).items()):
+            if self._state[name].get("ended") != last:
+                with self._left_behind_if_it_fails(name):
+                    tool.put([(last, test)])
+                    self._note(name, ended=last)
+        self._ended = True
+
+    def close(self) -> None:
+        for name, tool in list((self._tools or {}).items()):
+            with self._left_behind_if_it_fails(name):
+                tool.close(self._ended)
+                self._hint(tool.where)
+
+    def _start(self, last: int) -> None:
+        """Every tool, with the rounds up to `last` that it has not had yet."""
+        self._tools = {}
+        file = self._path / LOGGED
+        if file.exists():
+            self._state = json.loads(file.read_text())
+        for name in self._names:
+            with self._left_behind_if_it_fails(name):
+                tool = TOOLS[name][1](self._path, self._recipe, self._state.get(name, {}).get("id"))
+                self._note(name, id=tool.id)
+                self._tools[name] = tool
+        self._put([line for line in read_metrics(self._path) if line["round"] <= last])
+
+    def _put(self, lines: Sequence[dict[str, Any]]) -> None:
+        for name, tool in list((self._tools or {}).items()):
+            told = self._state[name].get("round", 0)
+            rows = [(line["round"], numbers_of(line)) for line in lines if line["round"] > told]
+            if rows:
+                with self._left_behind_if_it_fails(name):
+                    tool.put(rows)
+                    self._note(name, round=rows[-1][0])
+
+    def _note(self, name: str, **facts: Any) -> None:
+        self._state[name] = self._state.get(name, {}) | facts
+        write_json(self._path / LOGGED, self._state)
+
+    @contextmanager
+    def _left_behind_if_it_fails(self, name: str) -> Iterator[None]:
+        """A tool that raises, whatever its client raises, gets nothing more in this session."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the tool's own libraries
+                yield
+        except Exception as error:
+            (self._tools or {}).pop(name, None)
+            words = " ".join(str(error).split())[:300] or type(error).__name__
+            self._complain(
+                f"{name} failed ({words}); the run goes on without it. "
+                f"Send it what is missing later, with: fedmix train {self._path} --resume --log {name}"
+            )
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Every number of a line of metrics under a name like accuracy/local/mean, for tools that take scalars alone."""
+    flat: dict[str, float] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(f"{name}/{key}", inner)
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                walk(f"{name}/{index}", inner)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            flat[name] = float(value)
+
+    for key, value in line.items():
+        if key not in LEFT_OUT:
+            walk(key, len(value) if key in COUNTED else value)
+    return flat
+
+
+def _results(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in ("accuracy", "scores", "clusters", "bytes_down", "bytes_up") if key in summary}

@@ -1,0 +1,133 @@
+"""What a recipe will cost, before anything runs: parameters, bytes, FLOP, memory, time.
+
+Nothing here is a formula of its own: one client's update on made-up data of the right shape is really run, and what it
+sends, computes and holds is counted.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.tree import flatten, nbytes
+from fedmix.core.types import Examples, Message
+from fedmix.engines.client import one_thread
+from fedmix.engines.local import cores
+from fedmix.errors import DataMissing, SettingError
+from fedmix.rng import stream
+from fedmix.settings.build import Experiment, build
+from fedmix.settings.federate import build_federation
+from fedmix.settings.recipe import Recipe
+
+MEASURE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Trial:
+    reply: Message
+    private_bytes: int
+    flop: int
+    held_bytes: int
+    step_seconds: float
+
+
+def plan_recipe(recipe: Recipe, data_dir: str | None = None, workers: int | None = None) -> dict[str, Any]:
+    """The costs of a recipe; where its data is not at hand, from the sizes that its publisher gives."""
+    if workers is not None and workers < 1:
+        raise SettingError(f"--workers must be 1 or more. Got {workers} instead.")
+    try:
+        return plan(build(recipe, data_dir=data_dir), workers)
+    except DataMissing as missing:
+        federation = build_federation(recipe.data, recipe.seed, only_sizes=True)
+        costs = plan(build(recipe, federation), workers)
+        return costs | {
+            "note": f"{costs['note']}; {recipe.data.source} is not here, its published sizes were used: {missing}"
+        }
+
+
+def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
+    """The costs of an experiment as a nested dict of numbers."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    state = algorithm.init(recipe.seed)
+    message = algorithm.broadcast(state, None)
+    trial = _try_one_client(experiment, message)
+    cohort = min(recipe.clients_per_round or len(federation), len(federation))
+    points = sum(federation.size(s) for s in range(len(federation))) / len(federation)
+    steps = math.ceil(points / recipe.training.batch_size) * recipe.training.epochs
+    down, up = (_split_bytes(tensors, algorithm) for tensors in (message.tensors, trial.reply.tensors))
+    weights, posterior = (down[i] + up[i] for i in (0, 1))
+    side_by_side = min(workers or cores(), cohort)
+    round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
+    return {
+        "recipe": recipe.name,
+        "scale": recipe.scale,
+        "algorithm": recipe.algorithm,
+        "title": experiment.page.title,
+        "rounds": recipe.rounds,
+        "clients": len(federation),
+        "clients_per_round": cohort,
+        "points_per_client": points,
+        "steps_per_client": steps,
+        "parameters": experiment.model.parameters,
+        "parameters_shared": sum(w.numel() for own in (state.shared, *state.experts) for w in own.values()),
+        "parameters_frozen": sum(w.numel() for w in algorithm.client.frozen.values()),
+        "parameters_private": sum(w.numel() for w in algorithm.new_client(recipe.seed).values()),
+        "bytes": {
+            "weights_per_round": weights * cohort,
+            "posterior_per_round": posterior * cohort,
+            "weights": weights * cohort * recipe.rounds,
+            "posterior": posterior * cohort * recipe.rounds,
+            "total": (weights + posterior) * cohort * recipe.rounds,
+        },
+        "flop_per_round": trial.flop * steps * cohort,
+        "memory": {
+            "server": nbytes(flatten(state)) + cohort * trial.reply.nbytes,
+            "worker": message.nbytes + 2 * trial.reply.nbytes + trial.held_bytes,
+            "private_per_client": trial.private_bytes,
+        },
+        "seconds_per_round": round_seconds,
+        "seconds": round_seconds * recipe.rounds,
+        "workers": side_by_side,
+        "note": "without pruning and evaluation; time estimated from a short measurement on this machine",
+    }
+
+
+def _split_bytes(tensors: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[int, int]:
+    """Bytes of weights, and of what a method sends beside them (for FedMix: phi and q(z|s))."""
+    beside = algorithm.layout.unpack(tensors).beside
+    return nbytes(tensors) - nbytes(beside), nbytes(beside)
+
+
+def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
+    """One mini-batch of noise through the client's own code: what it sends back, computes and holds, and how long it takes."""
+    recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
+    rng = stream(recipe.seed, "plan")
+    n = min(recipe.training.batch_size, max(federation.size(s) for s in range(len(federation))))
+    with rng.torch():
+        x = torch.randn(n, *federation.x.shape[1:])
+        y = torch.randint(federation.classes, (n,))
+        c = torch.randint(federation.categories, (n,))
+    data = Examples(x, y, c)
+    private = algorithm.new_client(recipe.seed)
+    held: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with one_thread():
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+            reply, after = algorithm.client_update(message, private, data, rng, 1)
+        times: list[float] = []
+        began = time.perf_counter()
+        while not times or time.perf_counter() - began < MEASURE_SECONDS:
+            start = time.perf_counter()
+            algorithm.client_update(message, private, data, rng, 1)
+            times.append(time.perf_counter() - start)
+    return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), sorted(times)[len(times) // 2])

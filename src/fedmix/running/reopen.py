@@ -1,0 +1,65 @@
+"""A run directory brought back to life at its last checkpoint, without its data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fedmix.core.algorithm import Algorithm
+from fedmix.core.model import Model
+from fedmix.core.tree import Params
+from fedmix.errors import RunError
+from fedmix.methods.page import Page
+from fedmix.running.checkpoint import Checkpoint, Checkpoints
+from fedmix.running.directory import read_federation, read_run, run_recipe
+from fedmix.settings.build import Given, revive
+from fedmix.settings.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """federation: what federation.json says of the data."""
+
+    path: Path
+    recipe: Recipe
+    federation: Mapping[str, Any]
+    model: Model
+    algorithm: Algorithm
+    checkpoint: Checkpoint
+
+    @property
+    def experts(self) -> tuple[Params, ...]:
+        """The models that are shared, each as a dict of parameters."""
+        return self.algorithm.experts(self.checkpoint.state)
+
+
+def reopen(path: Path, model: Given = None, page: Page | None = None) -> Reopened:
+    """model, page: needed again where they were handed over in Python."""
+    recipe = run_recipe(path)
+    federation = read_federation(path)
+    built, algorithm = revive(recipe, federation, model, page)
+    refuse_another_model(path, built)
+    return Reopened(path, recipe, federation, built, algorithm, last_checkpoint(path, recipe, algorithm))
+
+
+def last_checkpoint(path: Path, recipe: Recipe, algorithm: Algorithm) -> Checkpoint:
+    """The newest checkpoint of a run that must have one."""
+    checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
+    checkpoint = checkpoints.load_last(algorithm.state_from)
+    if checkpoint is None:
+        raise RunError(f"{path} must have a checkpoint. It has none yet; train it first, or go on with --resume.")
+    return checkpoint
+
+
+def refuse_another_model(path: Path, model: Model) -> None:
+    """A run is looked at with the model that it was trained with, layer by layer."""
+    before = str(read_run(path).get("model", model.structure)).splitlines()
+    now = model.structure.splitlines()
+    if before != now:
+        lines = [pair for pair in zip_longest(before, now, fillvalue="nothing") if pair[0] != pair[1]]
+        was, is_now = lines[0]
+        raise RunError(
+            f"{path} must be loaded with the model that it was trained with. It had {was.strip()!r} where this "
+            f"one has {is_now.strip()!r}."
+        )

@@ -1,0 +1,28 @@
+"""The server's state before round 1: drawn from the seed, or taken from another run."""
+
+from pathlib import Path
+
+from fedmix.core.server import State
+from fedmix.core.tree import Params
+from fedmix.rng import stream
+from fedmix.running.reopen import reopen
+from fedmix.settings.build import Experiment
+from fedmix.settings.recipe import OWN, read_recipe
+
+
+def starting_state(experiment: Experiment) -> State:
+    """New experts, or those of the run that the recipe's warm_start names."""
+    recipe, algorithm = experiment.recipe, experiment.algorithm
+    state = algorithm.init(recipe.seed)
+    if not recipe.warm_start:
+        return state
+    return algorithm.warm_start(state, _experts_of_other_run(experiment), stream(recipe.seed, "warm start"))
+
+
+def _experts_of_other_run(experiment: Experiment) -> tuple[Params, ...]:
+    """A model or method that was handed over in Python is the same one there."""
+    path = Path(experiment.recipe.warm_start)
+    other = read_recipe(str(path)) if (path / "recipe.toml").is_file() else None
+    model = experiment.model.build if other and other.model.name == OWN else None
+    page = experiment.page if other and other.algorithm == OWN else None
+    return reopen(path, model, page).experts
