@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fedmix.deploy import local, serve
-from fedmix.settings.recipe import read_recipe
+from fedmix.settings.reading import read_recipe
 
 ROUNDS = 12
 

@@ -25,7 +25,7 @@ from fedmix.running.checkpoint import Checkpoints
 from fedmix.running.loop import rounds
 from fedmix.running.run import make_engine
 from fedmix.settings.build import Experiment, build
-from fedmix.settings.recipe import make_recipe, read_recipe
+from fedmix.settings.reading import make_recipe, read_recipe
 
 
 def federation(clients: int, points: int, shape: tuple[int, ...] = (3, 32, 32)) -> Federation:

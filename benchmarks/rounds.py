@@ -15,7 +15,7 @@ from fedmix.engines.store import MemoryStore
 from fedmix.running.loop import rounds
 from fedmix.running.run import make_engine
 from fedmix.settings.build import build
-from fedmix.settings.recipe import read_recipe, shipped
+from fedmix.settings.reading import read_recipe, shipped
 
 
 def seconds_a_round(recipe: str, algorithm: str, engine: str, count: int) -> list[float]:

@@ -17,7 +17,7 @@ from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
 from fedmix.running.loop import rounds
 from fedmix.settings.build import build
-from fedmix.settings.recipe import make_recipe
+from fedmix.settings.reading import make_recipe
 
 # Files whose tests take longest, started first: with two processes neither waits for the other at the end.
 LONGEST = (

@@ -117,7 +117,7 @@ def test_bad_input_is_one_line_and_status_2(args, wrong, tmp_path, capsys, monke
 
 
 def test_lists_in_a_grid_keep_their_brackets():
-    from fedmix.settings.recipe import parse_grid
+    from fedmix.settings.reading import parse_grid
 
     assert parse_grid(["model.channels=[8, 16],[16,32]", "data.side=label, client"]) == {
         "model.channels": [[8, 16], [16, 32]],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedmix.cli import main
-from fedmix.settings.recipe import shipped
+from fedmix.settings.reading import shipped
 
 QUICK = [
     "--set",

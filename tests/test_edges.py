@@ -16,7 +16,7 @@ from fedmix.rng import stream
 from fedmix.running.directory import RunDirectory
 from fedmix.running.run import run
 from fedmix.settings.build import build
-from fedmix.settings.recipe import make_recipe
+from fedmix.settings.reading import make_recipe
 
 
 class Net(nn.Module):

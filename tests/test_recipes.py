@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import fedmix
 
-from fedmix.settings.recipe import read_recipe, shipped
+from fedmix.settings.reading import read_recipe, shipped
 
 
 @pytest.mark.parametrize("recipe", shipped())

@@ -13,7 +13,7 @@ from fedmix.engines.store import MemoryStore
 from fedmix.running.loop import rounds
 from fedmix.running.run import make_engine
 from fedmix.settings.build import build
-from fedmix.settings.recipe import make_recipe, parse_changes
+from fedmix.settings.reading import make_recipe, parse_changes
 
 
 def federation(setting: str) -> Federation:

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedmix.after.trained import load
-    from fedmix.api import audit, evaluate, train
+    from fedmix.api import audit, compare, evaluate, sweep, train
     from fedmix.data.federation import Federation
 
 __version__ = "0.1.0"
-__all__ = ["Federation", "__version__", "audit", "evaluate", "load", "train"]
+__all__ = ["Federation", "__version__", "audit", "compare", "evaluate", "load", "sweep", "train"]
 
 _HOMES = {
     "Federation": "fedmix.data.federation",
     "train": "fedmix.api",
+    "compare": "fedmix.api",
+    "sweep": "fedmix.api",
     "evaluate": "fedmix.api",
     "audit": "fedmix.api",
     "load": "fedmix.after.trained",

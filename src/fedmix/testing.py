@@ -26,8 +26,10 @@ from fedmix.rng import stream
 from fedmix.running.directory import RunDirectory
 from fedmix.running.loop import Round, rounds
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.settings.build import Experiment, build, find_page
-from fedmix.settings.recipe import OWN, make_recipe
+from fedmix.settings.reading import make_recipe
+from fedmix.settings.recipe import OWN
 
 NEAR = 1e-5  # how far engines may be apart after three rounds
 
@@ -180,7 +182,7 @@ def a_resumed_run_is_one_that_never_stopped(made: _Made) -> None:
                     Path(folder) / name, experiment.recipe, resume=last != stops[0], overwrite=False
                 )
                 try:
-                    ends.append(run(experiment, directory, "serial"))
+                    ends.append(run(experiment, directory, Where("serial")))
                 finally:
                     directory.close()
     whole, _, resumed = ends

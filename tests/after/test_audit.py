@@ -27,11 +27,12 @@ from fedmix.report.tables import summary_table
 from fedmix.rng import stream
 from fedmix.running.accounting import guarantee
 from fedmix.running.checkpoint import Checkpoints
-from fedmix.running.directory import RunDirectory, read_metrics
+from fedmix.running.directory import RunDirectory
 from fedmix.running.releases import FIRST, cohorts
 from fedmix.running.run import run
+from fedmix.schema import read_metrics
 from fedmix.settings.build import build
-from fedmix.settings.recipe import make_recipe
+from fedmix.settings.reading import make_recipe
 
 SERIAL = Where(engine="serial")
 

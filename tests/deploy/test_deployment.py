@@ -24,7 +24,7 @@ pytest.importorskip("flwr")
 from fedmix.deploy import local, serve
 from fedmix.deploy.folder import read_server
 from fedmix.deploy.secrets import make_node_key
-from fedmix.settings.recipe import read_recipe
+from fedmix.settings.reading import read_recipe
 
 RECIPE = ["--scale", "small", "--rounds", "3"]
 SMALL = [*RECIPE, "--quiet", "--json"]

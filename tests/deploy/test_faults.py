@@ -16,7 +16,7 @@ from test_deployment import PRUNED, accept, after_round, close, federation, fedm
 pytest.importorskip("flwr")
 
 from fedmix.deploy import local, serve
-from fedmix.settings.recipe import read_recipe
+from fedmix.settings.reading import read_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -24,7 +24,7 @@ from fedmix.deploy.folder import init, read_server, read_site
 from fedmix.deploy.serve import commands
 from fedmix.deploy.superlink import OperatorsHere
 from fedmix.errors import FedmixError, RunError, SettingError
-from fedmix.settings.recipe import read_recipe
+from fedmix.settings.reading import read_recipe
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from fedmix.engines.client import Task
 from fedmix.engines.flower import Order, pack_orders, unpack_outcomes
 from fedmix.errors import ClientError, DataError, SettingError
 from fedmix.settings.build import revive
-from fedmix.settings.recipe import dump_recipe, read_recipe
+from fedmix.settings.reading import dump_recipe, read_recipe
 
 RUN = "0123456789abcdef" * 2
 

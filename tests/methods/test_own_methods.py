@@ -20,7 +20,8 @@ from fedmix.methods import Anonymous, Answer, Field, Method, Page, cross_entropy
 from fedmix.methods.fedavg import fedavg
 from fedmix.rng import stream
 from fedmix.settings.build import build
-from fedmix.settings.recipe import importable_from, make_recipe, named_object, read_recipe
+from fedmix.settings.importing import importable_from, named_object
+from fedmix.settings.reading import make_recipe, read_recipe
 from fedmix.testing import LAWS, check_method
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from made_runs import made_up, three_runs
 from test_report import cut, watched
 
 from fedmix.report.page import report
-from fedmix.report.runs import gather
+from fedmix.report.runs import read_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,7 +47,7 @@ def page_file(tmp_path_factory):
     audit = {"names": [str(s) for s in range(8)], "true": true, "attacks": {"start": {"bias_single_step": attack}}}
     (runs / "fedmix-0" / "audit.json").write_text(json.dumps(audit | {"guess": {"total_variation": {"mean": 0.3}}}))
     file = folder / "report.html"
-    file.write_text(report(gather([str(runs)])))
+    file.write_text(report(read_runs([str(runs)])))
     assert file.stat().st_size < 5_000_000
     return file
 
@@ -180,7 +180,7 @@ def test_seeds_are_averaged_over_the_same_rounds(browser, tmp_path):
     for seed in (0, 1):
         made_up(tmp_path / "runs" / f"seed{seed}", rounds=900, seed=seed)
     cut(tmp_path / "runs" / "seed1", 450)
-    (tmp_path / "page.html").write_text(report(gather([str(tmp_path / "runs")])))
+    (tmp_path / "page.html").write_text(report(read_runs([str(tmp_path / "runs")])))
     with Opened(browser, f"file://{tmp_path}/page.html") as opened:
         opened.page.select_option("#measure", "loss")
         x, y = (opened.curve(of=axis)[-1] for axis in "xy")
@@ -197,7 +197,7 @@ def test_long_names_that_begin_alike_stay_apart_and_every_method_has_its_clients
     federation = json.loads((tmp_path / "runs" / "avg" / "federation.json").read_text())
     federation["labels"] = ["the same beginning, one", "the same beginning, two"]
     (tmp_path / "runs" / "avg" / "federation.json").write_text(json.dumps(federation))
-    (tmp_path / "page.html").write_text(report(gather([str(tmp_path / "runs")])))
+    (tmp_path / "page.html").write_text(report(read_runs([str(tmp_path / "runs")])))
     with Opened(browser, f"file://{tmp_path}/page.html") as opened:
         page = opened.page
         assert [set(x) for x in opened.curve("spread", "x")] == [{0}, {1}, {2}, {3}]
@@ -247,7 +247,7 @@ def test_hostile_names_stay_text(browser, tmp_path):
     hostile = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'><b>x</b>"
     names = [hostile, "y" * 10_000, "🦊 fox", "&amp;", '"; window.hurt = 1; "']
     folder = made_up(tmp_path / "run", name=hostile, names=names)
-    (tmp_path / "report.html").write_text(report(gather([str(folder)])))
+    (tmp_path / "report.html").write_text(report(read_runs([str(folder)])))
     with Opened(browser, (tmp_path / "report.html").as_uri(), 390) as opened:
         page = opened.page
         page.select_option("#client", "0")
@@ -265,7 +265,7 @@ def test_an_unfinished_run_says_so(browser, tmp_path):
     (folder / "summary.json").unlink()
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text[: len(text) // 2])
-    (tmp_path / "report.html").write_text(report(gather([str(folder)])))
+    (tmp_path / "report.html").write_text(report(read_runs([str(folder)])))
     with Opened(browser, (tmp_path / "report.html").as_uri()) as opened:
         assert "unfinished" in opened.page.locator("#wrong").inner_text()
         assert "No run has ended yet" in opened.page.locator("#verdict").inner_text()

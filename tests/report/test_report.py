@@ -18,9 +18,9 @@ from fedmix.errors import RunError
 from fedmix.report.figures import draw_figures, table_csv, table_latex
 from fedmix.report.page import as_json, report
 from fedmix.report.page_data import page_data
-from fedmix.report.runs import ON, differing, flat, gather, glance, groups, table
+from fedmix.report.runs import ON, differing, flat, read_runs, glance, groups, table
 from fedmix.report.show import sparkline
-from fedmix.settings.recipe import make_recipe, settings_table
+from fedmix.settings.reading import make_recipe, recipe_table
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
 
 
 def test_seeds_are_one_group_and_the_winner_is_named(runs):
-    found = gather([str(runs)])
+    found = read_runs([str(runs)])
     made = groups(found)
     assert sorted((group.name, len(group.runs)) for group in made) == [("FedAvg", 1), ("FedMix", 2)]
     rows = {row["method"]: row for row in table(made)}
@@ -47,7 +47,7 @@ def test_seeds_are_one_group_and_the_winner_is_named(runs):
 
 
 def test_curves_and_maps_are_what_the_metrics_say(runs):
-    data = page_data(gather([str(runs / "fedmix-0")]))
+    data = page_data(read_runs([str(runs / "fedmix-0")]))
     lines = [json.loads(line) for line in (runs / "fedmix-0" / "metrics.jsonl").read_text().splitlines()]
     (series,) = data["curves"][0]
     assert series["round"] == [1, 2, 3, 4]
@@ -66,19 +66,19 @@ def test_curves_and_maps_are_what_the_metrics_say(runs):
 def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path):
     for eta in (0.0, 0.5, 0.9):
         made_up(tmp_path / f"eta-{eta}", more=f"[fedmix]\neta = {eta}\n")
-    made = groups(gather([str(tmp_path)]))
+    made = groups(read_runs([str(tmp_path)]))
     assert [group.name for group in made] == ["FedMix, eta 0.0", "FedMix, eta 0.5", "FedMix, eta 0.9"]
     assert differing([group.runs for group in made]) == ["fedmix.eta"]
-    (line,) = page_data(gather([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
+    (line,) = page_data(read_runs([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
     assert line["values"] == [0.0, 0.5, 0.9]
 
 
 def test_a_setting_that_older_runs_do_not_have_tells_apart_only_what_nothing_else_does(tmp_path):
     made_up(tmp_path / "old", more="[fedmix]\ngamma = 0.99\n")
     made_up(tmp_path / "new", more="[fedmix]\ngamma = 0.9\nfull_steps = false\n")
-    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix, gamma 0.9", "FedMix, gamma 0.99"]
+    assert [group.name for group in groups(read_runs([str(tmp_path)]))] == ["FedMix, gamma 0.9", "FedMix, gamma 0.99"]
     made_up(tmp_path / "full", more="[fedmix]\ngamma = 0.99\nfull_steps = true\n")
-    assert {group.name for group in groups(gather([str(tmp_path)]))} == {
+    assert {group.name for group in groups(read_runs([str(tmp_path)]))} == {
         "FedMix, gamma 0.99",
         "FedMix, gamma 0.9",
         "FedMix, gamma 0.99, full steps",
@@ -88,18 +88,18 @@ def test_a_setting_that_older_runs_do_not_have_tells_apart_only_what_nothing_els
 def test_what_is_on_or_off_is_named_where_it_is_not_the_default(tmp_path):
     made_up(tmp_path / "a", more="[fedmix]\ngate_through_features = true\n")
     made_up(tmp_path / "b", more="[fedmix]\ngate_through_features = false\n")
-    assert {group.name for group in groups(gather([str(tmp_path)]))} == {"FedMix", "FedMix, no gate through features"}
-    switches = {key: value for key, value in flat(settings_table(make_recipe({}))).items() if isinstance(value, bool)}
+    assert {group.name for group in groups(read_runs([str(tmp_path)]))} == {"FedMix", "FedMix, no gate through features"}
+    switches = {key: value for key, value in flat(recipe_table(make_recipe({}))).items() if isinstance(value, bool)}
     assert [key.split(".")[-1] for key, value in switches.items() if value] == list(ON)
 
 
 def test_methods_that_are_trained_differently_say_so(tmp_path):
     made_up(tmp_path / "a", more="[training]\nlabel_counts = true\n")
     made_up(tmp_path / "b", algorithm="fedavg", more="[training]\nlabel_counts = false\n")
-    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix, label counts", "FedAvg"]
+    assert [group.name for group in groups(read_runs([str(tmp_path)]))] == ["FedMix, label counts", "FedAvg"]
     shutil.rmtree(tmp_path / "b")
     made_up(tmp_path / "b", algorithm="fedavg", more="[training]\nlabel_counts = true\n")
-    assert [group.name for group in groups(gather([str(tmp_path)]))] == ["FedMix", "FedAvg"]
+    assert [group.name for group in groups(read_runs([str(tmp_path)]))] == ["FedMix", "FedAvg"]
 
 
 def test_a_method_is_told_apart_by_its_own_settings_alone(tmp_path):
@@ -108,7 +108,7 @@ def test_a_method_is_told_apart_by_its_own_settings_alone(tmp_path):
     for channels in ("[]", "[8]"):
         more = f"[fedmix]\ngamma = 0.99\n[model]\nchannels = {channels}\n"
         made_up(tmp_path / f"avg{channels}", algorithm="fedavg", more=more)
-    assert {group.name for group in groups(gather([str(tmp_path)]))} == {
+    assert {group.name for group in groups(read_runs([str(tmp_path)]))} == {
         "FedMix, gamma 0.9",
         "FedMix, gamma 0.99",
         "FedAvg",
@@ -120,7 +120,7 @@ def test_lines_of_a_sweep_are_named_like_groups(tmp_path):
     for eta in (0.0, 0.9):
         for full in ("true", "false"):
             made_up(tmp_path / f"{eta}-{full}", more=f"[fedmix]\neta = {eta}\nfull_steps = {full}\n")
-    lines = page_data(gather([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
+    lines = page_data(read_runs([str(tmp_path)]))["sweep"]["keys"]["fedmix.eta"]
     assert {line["name"] for line in lines} == {"FedMix", "full steps"}
 
 
@@ -129,7 +129,7 @@ def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(
         more = f"[fedmix]\neta = {eta}\nexperts = {experts}\n"
         made_up(tmp_path / f"{eta}-{experts}", more=more, local=local)
     made_up(tmp_path / "fedavg", algorithm="fedavg", local=0.5)
-    own = page_data(gather([str(tmp_path)]))["sweep"]
+    own = page_data(read_runs([str(tmp_path)]))["sweep"]
     assert list(own["keys"]) == ["fedmix.eta", "fedmix.experts"]
     assert [(line["name"], line["values"]) for line in own["keys"]["fedmix.eta"]] == [
         ("experts 2", [0.0, 0.9]),
@@ -137,7 +137,7 @@ def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(
     ]
     assert [row["local"][0] for row in own["keys"]["fedmix.experts"][0]["rows"]] == [70, 90]
     assert [(row["method"], row["local"][0]) for row in own["beside"]] == [("FedAvg", 50)]
-    made = draw_figures(gather([str(tmp_path / "0.0-2"), str(tmp_path / "0.9-2")]), tmp_path / "figures")
+    made = draw_figures(read_runs([str(tmp_path / "0.0-2"), str(tmp_path / "0.9-2")]), tmp_path / "figures")
     assert {"sweep.svg", "sweep.png", "q-clients-fedmix-eta-0.0.png"} <= set(made)
 
 
@@ -153,7 +153,7 @@ def test_only_seeds_that_have_ended_are_results(tmp_path):
         made_up(tmp_path / f"mix-{seed}", seed=seed, local=0.8 + seed / 100)
         made_up(tmp_path / f"avg-{seed}", seed=seed, local=0.7, algorithm="fedavg")
     cut(tmp_path / "mix-2", 10)
-    made = groups(gather([str(tmp_path)]))
+    made = groups(read_runs([str(tmp_path)]))
     row = table(made)[0]
     assert row["method"] == "FedMix (2 of 3 seeds)"
     assert row["local"] == pytest.approx([80.5, 0.5])
@@ -168,7 +168,7 @@ def test_a_copy_is_no_seed_and_another_number_of_rounds_no_seed_either(tmp_path)
     made_up(tmp_path / "a", local=0.8)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     made_up(tmp_path / "c", rounds=10, seed=1)
-    made = groups(gather([str(tmp_path), str(tmp_path / "a")]))
+    made = groups(read_runs([str(tmp_path), str(tmp_path / "a")]))
     assert [group.name for group in made] == ["FedMix, rounds 20", "FedMix, rounds 10"]
     assert [group.seeds for group in made] == ["one seed", "one seed"]
     (wrong,) = glance(made)["wrong"]
@@ -177,7 +177,7 @@ def test_a_copy_is_no_seed_and_another_number_of_rounds_no_seed_either(tmp_path)
 
 def test_a_verdict_says_no_more_than_is_known(tmp_path):
     def verdict(*names):
-        return glance(groups(gather([str(tmp_path / name) for name in names])))["verdict"]
+        return glance(groups(read_runs([str(tmp_path / name) for name in names])))["verdict"]
 
     made_up(tmp_path / "mix0", local=0.80)
     made_up(tmp_path / "mix1", local=0.84, seed=1)
@@ -204,7 +204,7 @@ def test_what_went_wrong_is_said_first(tmp_path):
     lines[4]["refused"] = [{"client": 1, "field": "phi", "reason": "off the simplex"}]
     lines[5]["warnings"] = ["collapsed: one expert does all"]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = " ".join(row["what"] for row in glance(groups(gather([str(folder)])))["wrong"])
+    told = " ".join(row["what"] for row in glance(groups(read_runs([str(folder)])))["wrong"])
     assert "1 missing clients, the last in round 4: client 2, no answer in time" in told
     assert "1 refused replies" in told
     assert "collapsed" in told
@@ -249,7 +249,7 @@ def test_a_run_in_any_state_gives_a_page_that_says_so(spoil, words, tmp_path):
     spoil(folder)
     done = fedmix("report", str(folder))
     assert done.returncode == 0, done.stderr
-    told = [row["what"] for row in page_data(gather([str(folder)]))["glance"]["wrong"]]
+    told = [row["what"] for row in page_data(read_runs([str(folder)]))["glance"]["wrong"]]
     assert words is None or any(words in what for what in told), told
     assert fedmix("show", str(folder)).returncode == 0
 
@@ -273,7 +273,7 @@ def test_a_recipe_without_whole_numbers_is_refused_in_one_line(tmp_path):
 def test_names_cannot_leave_their_place(tmp_path):
     hostile = "</script><script>alert(1)</script>"
     folder = made_up(tmp_path / "run", name=hostile, names=[hostile, "x" * 10_000, "🦊", "&lt;b&gt;", "a"])
-    text = report(gather([str(folder)]))
+    text = report(read_runs([str(folder)]))
     assert hostile not in text
     assert text.count("</script>") == 3  # those of the page itself
     assert as_json({"a": "</script>&"}) == '{"a":"\\u003c/script\\u003e\\u0026"}'
@@ -285,8 +285,8 @@ def test_a_large_run_is_thinned(tmp_path):
     folder = made_up(tmp_path / "run", rounds=2000, clients=500, experts=8, every=5)
     code = (
         "import re, time\nfrom pathlib import Path\n"
-        "from fedmix.report.runs import gather\nfrom fedmix.report.page import report\n"
-        f"began = time.time()\ntext = report(gather([{str(folder)!r}]))\n"
+        "from fedmix.report.runs import read_runs\nfrom fedmix.report.page import report\n"
+        f"began = time.time()\ntext = report(read_runs([{str(folder)!r}]))\n"
         "peak = re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())\n"  # its own, not its parent's
         "print(time.time() - began, len(text), int(peak[1]) / 2**20)"
     )
@@ -298,10 +298,10 @@ def test_a_large_run_is_thinned(tmp_path):
 
 
 def test_figures_and_tables(runs, tmp_path):
-    made = draw_figures(gather([str(runs)]), tmp_path / "figures")
+    made = draw_figures(read_runs([str(runs)]), tmp_path / "figures")
     assert {"local-over-rounds.svg", "local-over-gibs.png", "divergence.svg", "clients.png", "table.csv"} <= set(made)
     assert all((tmp_path / "figures" / name).stat().st_size > 100 for name in made)
-    data = page_data(gather([str(runs)]))
+    data = page_data(read_runs([str(runs)]))
     rows = table_csv(data).splitlines()
     assert rows[0].startswith("method,local,local std,server")
     assert len(rows) == 3
@@ -322,7 +322,7 @@ def test_reports_are_where_one_looks_for_them(runs, tmp_path):
     assert refused.returncode == 2
     assert "must be a run directory" in refused.stderr
     with pytest.raises(RunError):
-        gather([str(tmp_path / "nowhere")])
+        read_runs([str(tmp_path / "nowhere")])
 
 
 def test_sparklines():

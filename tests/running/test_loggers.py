@@ -9,8 +9,8 @@ from conftest import fedmix
 
 from fedmix import api
 from fedmix.errors import SettingError
-from fedmix.running.directory import read_metrics
 from fedmix.running.loggers import numbers_of
+from fedmix.schema import read_metrics
 
 ALL = "tensorboard,mlflow,wandb"
 

@@ -17,8 +17,9 @@ from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.running import run as run_module
-from fedmix.running.directory import RunDirectory, read_metrics
+from fedmix.running.directory import RunDirectory
 from fedmix.running.loop import rounds
+from fedmix.schema import read_metrics
 from fedmix.settings.build import build
 
 LIAR = 2

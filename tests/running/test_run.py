@@ -20,8 +20,9 @@ from fedmix.core.tree import flatten
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.running.checkpoint import Checkpoints
-from fedmix.running.directory import RunDirectory, commit, read_metrics
+from fedmix.running.directory import RunDirectory, commit
 from fedmix.running.run import Stopped, run
+from fedmix.schema import read_metrics
 
 FORK = multiprocessing.get_context("fork")
 TIMES = {"seconds", "seconds_evaluation"}

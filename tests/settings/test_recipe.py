@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from fedmix.errors import SettingError
-from fedmix.settings.recipe import dump_recipe, make_recipe, parse_changes, read_recipe, shipped
+from fedmix.settings.reading import dump_recipe, make_recipe, parse_changes, read_recipe, shipped
 
 
 @pytest.mark.parametrize("name", shipped())

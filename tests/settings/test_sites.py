@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedmix.errors import DataError, SettingError
-from fedmix.settings.recipe import make_recipe
+from fedmix.settings.reading import make_recipe
 from fedmix.settings.sites import OwnClients, SiteData, agreed, holding, known_to_server
 
 KEY = b"k"

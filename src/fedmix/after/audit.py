@@ -6,30 +6,31 @@ server.aggregation = "linear" it gets sums over a cohort, and what they say of t
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from fedmix.after import leakage
-from fedmix.after.inference import Watch, Where, sample
 from fedmix.after.leakage import Vector
+from fedmix.after.options import Options, Stages, nobody
 from fedmix.after.restore import Restored
 from fedmix.core.optim import rate_factor
 from fedmix.core.placement import wire_name
 from fedmix.core.privacy import summed
 from fedmix.core.server import State
+from fedmix.core.tree import Params
 from fedmix.core.types import Message
 from fedmix.engines.client import Task
 from fedmix.engines.store import MemoryStore, Store
 from fedmix.running.accounting import guarantee_of_run
 from fedmix.running.evaluate import worst_decile
 from fedmix.running.loop import everyone
-from fedmix.running.run import make_engine
 from fedmix.running.start import starting_state
+from fedmix.running.where import Stage
+from fedmix.schema import AuditFile
 from fedmix.settings.build import Experiment, build_algorithm
 from fedmix.settings.recipe import Recipe
 
@@ -56,75 +57,80 @@ class _Seen:
         return None if self.phi is None or self.phi_before is None else leakage.rows_changed(self.phi_before, self.phi)
 
 
-def audit_run(run: Restored, where: Where, watch: Watch = lambda *_: None) -> dict[str, Any]:
+def audit_run(run: Restored, options: Options, watch: Stages = nobody) -> AuditFile:
     """All attacks, at the start of training and at its end, as plain numbers: what `fedmix audit` prints and writes."""
     leakage.scipy_or_complain()
     began = time.perf_counter()
-    return {**run.about, **_Audit(run, where, watch).everything(), "seconds": time.perf_counter() - began}
+    result = {**run.about, **_Audit(run, options, watch).everything()}
+    return cast(AuditFile, {**result, "seconds": time.perf_counter() - began})
 
 
 class _Audit:
-    def __init__(self, run: Restored, where: Where, watch: Watch) -> None:
-        self.run, self.where, self.watch = run, where, watch
+    def __init__(self, run: Restored, options: Options, watch: Stages) -> None:
+        self.run, self.where, self.watch = run, options.where, watch
         self.recipe = run.experiment.recipe
         self.federation = run.experiment.federation
         self.everybody = range(len(self.federation))
-        self.chosen = sample(len(self.federation), where.clients, self.recipe.seed)
+        self.chosen = options.sample(len(self.federation), self.recipe.seed)
         self.labels = self._marginals(self.federation.y, self.federation.classes)
         self.sides = self._marginals(self.federation.c, self.federation.categories)
         self.linear = self.recipe.server.aggregation == "linear"
         self.notes: dict[str, str] = {}
         if self.recipe.evaluation.share_private and run.experiment.algorithm.uses_private:
             self.notes["evaluation.share_private"] = (
-                "clients also hand over private parts for global accuracy; the audit is of training, and does not look at them"
+                "clients also hand over private parts for accuracy without identity; the audit is of training, and does not "
+                "look at them"
             )
 
     def _marginals(self, values: torch.Tensor, count: int) -> dict[int, Vector]:
         parts = self.federation.parts["train"]
         counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.everybody}
-        return {s: own / own.sum() for s, own in counts.items()}
+        return {s: of_client / of_client.sum() for s, of_client in counts.items()}
 
     def everything(self) -> dict[str, Any]:
-        start = starting_state(self.run.experiment)
-        empty, trained = MemoryStore(), MemoryStore()
-        for s in self.run.store.clients():
-            trained.put(s, self.run.store.get(s) or {})
-        once = replace(
-            self.recipe.training,
-            batch_size=max(self.federation.size(s) for s in self.everybody),
-            epochs=1,
-            schedule="constant",
-        )
-        single = self._experiment(replace(self.recipe, training=once))
-        seen = {
-            "single step": self._replay("a single step from the start", single, start, empty),
-            "start": self._replay("a round from the start", self.run.experiment, start, MemoryStore()),
-            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained, again=True),
-        }
+        seen = self._replays()
         attacks: dict[str, dict[str, Any]] = {"start": {}, "end": {}}
         absent: dict[str, Any] = {"start": None, "end": None}
         self._attack_biases(seen, attacks)
         self._attack_posteriors(seen, attacks, absent)
+        c_is_label = self.federation.side == "label"
         return {
             "audited": len(self.chosen),
             "side": self.federation.side,
             "names": [self.federation.names[s] for s in self.chosen],
             "points": [self.federation.size(s) for s in self.chosen],
             "true": [self.labels[s].tolist() for s in self.chosen],
-            "true_side": None if self.federation.side == "label" else [self.sides[s].tolist() for s in self.chosen],
+            "true_side": None if c_is_label else [self.sides[s].tolist() for s in self.chosen],
             "guess": self._guess(self.labels),
-            "guess_side": None if self.federation.side == "label" else self._guess(self.sides),
+            "guess_side": None if c_is_label else self._guess(self.sides),
             "attacks": attacks,
             "absent": absent,
-            "protection": {
-                "aggregation": self.recipe.server.aggregation,
-                "clip": self.recipe.privacy.clip,
-                "noise": self.recipe.privacy.noise,
-                **guarantee_of_run(
-                    self.recipe, self.run.experiment.algorithm.noisy_parts, self.run.path, self.run.carried
-                ),
-            },
+            "protection": self._protection(),
             "notes": self.notes,
+        }
+
+    def _replays(self) -> dict[str, list["_Seen"]]:
+        """What the server sees of a single full-batch step, of the first round, and of a round at the end."""
+        start = starting_state(self.run.experiment)
+        trained = MemoryStore()
+        for s in self.run.store.clients():
+            trained.put(s, self.run.store.get(s) or {})
+        full_batch = max(self.federation.size(s) for s in self.everybody)
+        once = replace(self.recipe.training, batch_size=full_batch, epochs=1, schedule="constant")
+        single = self._experiment(replace(self.recipe, training=once))
+        return {
+            "single step": self._replay("a single step from the start", single, start, MemoryStore()),
+            "start": self._replay("a round from the start", self.run.experiment, start, MemoryStore()),
+            "end": self._replay("a round from the end", self.run.experiment, self.run.state, trained, again=True),
+        }
+
+    def _protection(self) -> dict[str, Any]:
+        noisy_parts = self.run.experiment.algorithm.noisy_parts
+        return {
+            "aggregation": self.recipe.server.aggregation,
+            "clip": self.recipe.privacy.clip,
+            "noise": self.recipe.privacy.noise,
+            **guarantee_of_run(self.recipe, noisy_parts, self.run.path, self.run.carried.releases),
         }
 
     def _attack_biases(self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]]) -> None:
@@ -160,11 +166,11 @@ class _Audit:
             absent[when] = self._absent(seen[when])
 
     def _experiment(self, recipe: Recipe) -> Experiment:
-        made = self.run.experiment
+        trained = self.run.experiment
         example = self.federation.inputs(torch.arange(2))
         clients, categories = len(self.federation), self.federation.categories
-        algorithm = build_algorithm(recipe, made.model, clients, categories, example, made.page)
-        return replace(made, recipe=recipe, algorithm=algorithm)
+        algorithm = build_algorithm(recipe, trained.model, clients, categories, example, trained.page)
+        return replace(trained, recipe=recipe, algorithm=algorithm)
 
     def _groups(self) -> list[list[int]]:
         """Clients that answer together: some at a time; where the server sees sums, whole cohorts as in a round."""
@@ -182,24 +188,25 @@ class _Audit:
 
         again: as in the last round that was trained, not in one after it, which a rate schedule has no rate for.
         """
-        algorithm = experiment.algorithm
         t = state.round if again else state.round + 1
         seen: list[_Seen] = []
         groups = self._groups()
-        where = self.where
-        with closing(make_engine(where.engine, where.workers, experiment, store, where.device)) as engine:
+        with self.where.open(Stage(experiment, lambda: store)) as engine:
             for done, cohort in enumerate(groups):
                 self.watch(stage, done, len(groups))
-                sent = [_in_round(algorithm.broadcast(state, s), t) for s in cohort]
-                tasks = [Task("train", t, s, m) for s, m in zip(cohort, sent, strict=True)]
+                sent = [_in_round(experiment.algorithm.broadcast(state, s), t) for s in cohort]
+                tasks = [Task("train", t, s, message) for s, message in zip(cohort, sent, strict=True)]
                 answers = everyone(engine.run(tasks))
-                if self.linear:
-                    seen.append(self._sum_seen(experiment.recipe, cohort, sent[0], answers))
-                else:
-                    seen += [
-                        self._seen(experiment.recipe, [s], m, a) for s, m, a in zip(cohort, sent, answers, strict=True)
-                    ]
+                seen += self._seen_of_cohort(experiment.recipe, cohort, sent, answers)
         return seen
+
+    def _seen_of_cohort(
+        self, recipe: Recipe, cohort: list[int], sent: Sequence[Message], answers: Sequence[Message]
+    ) -> list["_Seen"]:
+        if self.linear:
+            return [self._sum_seen(recipe, cohort, sent[0], answers)]
+        pairs = zip(cohort, sent, answers, strict=True)
+        return [self._seen(recipe, [s], message, answer) for s, message, answer in pairs]
 
     def _field(self, tells: str) -> str | None:
         """The name of the reply's field that tells this of a client."""
@@ -237,13 +244,9 @@ class _Audit:
         total = summed([answer.tensors for answer in answers])
         n = sum(float(answer.numbers["n"]) for answer in answers)
         weighed = self._told(total, "marginal")
-        moved = []
-        for name in self._bias_names(total):
-            expert = next(iter(self.run.experiment.algorithm.layout.unpack({name: total[name]}).experts), None)
-            by = n if weighed is None or expert is None else weighed[expert]
-            moved.append(-_array(total[name] / by))
-        summed_phi, before = self._told(total, "posterior"), self._sent_before(sent.tensors)
-        phi = None if summed_phi is None or before is None else before + summed_phi / n
+        moved = [-_array(total[name] / self._weight_of(name, total, weighed, n)) for name in self._bias_names(total)]
+        before = self._sent_before(sent.tensors)
+        phi = _moved_by_sum(before, self._told(total, "posterior"), n)
         shares = self._told(total, "shares")
         q = None if weighed is None else _array(weighed / n)
         return _Seen(
@@ -256,6 +259,11 @@ class _Audit:
             phi_before=None if phi is None else _maybe(before),
             shares=None if shares is None else _array(shares / n),
         )
+
+    def _weight_of(self, name: str, total: Params, weighed: torch.Tensor | None, n: float) -> Any:
+        """What a sum over the cohort is divided by: its points, or what they count for the expert."""
+        experts = self.run.experiment.algorithm.layout.unpack({name: total[name]}).experts
+        return n if weighed is None or not experts else weighed[next(iter(experts))]
 
     def _bias_names(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """The output layer's bias: of the shared model, or of each expert that is there."""
@@ -303,43 +311,45 @@ class _Audit:
 
     def _judge(self, seen: Sequence[_Seen], attack: Attack, true: dict[int, Vector]) -> dict[str, Any] | None:
         """How near an attack comes to each client's truth; a sum's estimate is the same for all of its members."""
-        found: dict[int, Vector] = {}
-        for own in seen:
-            estimate = attack(own)
-            if estimate is not None:
-                found |= {s: estimate for s in own.members if s in self.chosen and s not in found}
-        if not found:
+        estimates = self._estimates(seen, attack)
+        if not estimates:
             return None
-        distances = {s: leakage.total_variation(true[s], p) for s, p in found.items()}
-        ranks = {s: leakage.rank_correlation(true[s], p) for s, p in found.items()}
-        known = [r for r in ranks.values() if r is not None]
-        return {
-            "clients": len(found),
-            "total_variation": _spread(list(distances.values())),
-            "rank_correlation": float(np.mean(known)) if known else None,
-            "exact": sum(d < 1e-6 for d in distances.values()),
-            "of_clients": [
-                {
-                    "estimate": found[s].tolist(),
-                    "total_variation": distances[s],
-                    "rank_correlation": ranks[s],
-                }
-                if s in found
-                else None
-                for s in self.chosen
-            ],
+        distances = {s: leakage.total_variation(true[s], p) for s, p in estimates.items()}
+        ranks = {s: leakage.rank_correlation(true[s], p) for s, p in estimates.items()}
+        known_ranks = [rank for rank in ranks.values() if rank is not None]
+        of_clients = {
+            s: {"estimate": p.tolist(), "total_variation": distances[s], "rank_correlation": ranks[s]}
+            for s, p in estimates.items()
         }
+        return {
+            "clients": len(estimates),
+            "total_variation": _spread(list(distances.values())),
+            "rank_correlation": float(np.mean(known_ranks)) if known_ranks else None,
+            "exact": sum(distance < 1e-6 for distance in distances.values()),
+            "of_clients": [of_clients.get(s) for s in self.chosen],
+        }
+
+    def _estimates(self, seen: Sequence[_Seen], attack: Attack) -> dict[int, Vector]:
+        """What an attack makes of each chosen client; the first estimate of a client counts."""
+        estimates: dict[int, Vector] = {}
+        for of_members in seen:
+            estimate = attack(of_members)
+            if estimate is not None:
+                new = [s for s in of_members.members if s in self.chosen and s not in estimates]
+                estimates |= dict.fromkeys(new, estimate)
+        return estimates
 
     def _absent(self, seen: Sequence[_Seen]) -> dict[str, int]:
         """Values of c that clients do not hold, and how many of them rows that came back unchanged give away."""
-        missing = found = wrong = 0
-        for own in seen:
-            for s in set(own.members) & set(self.chosen):
+        missing = noticed = wrong = 0
+        for of_members in seen:
+            unchanged = ~of_members.support
+            for s in set(of_members.members) & set(self.chosen):
                 absent = self.sides[s] == 0
                 missing += int(absent.sum())
-                found += int((absent & ~own.support).sum())
-                wrong += int((~absent & ~own.support).sum())
-        return {"absent": missing, "found": found, "wrong": wrong}
+                noticed += int((absent & unchanged).sum())
+                wrong += int((~absent & unchanged).sum())
+        return {"absent": missing, "found": noticed, "wrong": wrong}
 
     def _guess(self, true: dict[int, Vector]) -> dict[str, Any]:
         """What anyone can say without looking: that a client is like the average of all."""
@@ -348,35 +358,40 @@ class _Audit:
         return {"total_variation": _spread([leakage.total_variation(true[s], mean) for s in self.chosen])}
 
 
-def _by_steps(rate: float, own: _Seen) -> Vector | None:
-    return None if own.bias is None else leakage.from_bias(own.bias, rate, own.steps)
+def _by_steps(rate: float, seen: _Seen) -> Vector | None:
+    return None if seen.bias is None else leakage.from_bias(seen.bias, rate, seen.steps)
 
 
-def _normalised(own: _Seen) -> Vector | None:
-    return None if own.bias is None else leakage.from_bias_normalised(own.bias)
+def _normalised(seen: _Seen) -> Vector | None:
+    return None if seen.bias is None else leakage.from_bias_normalised(seen.bias)
 
 
-def _by_size(own: _Seen) -> Vector | None:
-    return None if own.bias is None else leakage.from_bias_size(own.bias)
+def _by_size(seen: _Seen) -> Vector | None:
+    return None if seen.bias is None else leakage.from_bias_size(seen.bias)
 
 
-def _least_squares(own: _Seen) -> Vector | None:
-    return None if own.q is None or own.phi is None else leakage.from_posterior(own.q, own.phi, own.support)
+def _least_squares(seen: _Seen) -> Vector | None:
+    return None if seen.q is None or seen.phi is None else leakage.from_posterior(seen.q, seen.phi, seen.support)
 
 
-def _reported(own: _Seen) -> Vector | None:
-    return own.shares
+def _reported(seen: _Seen) -> Vector | None:
+    return seen.shares
 
 
-def _whole(own: _Seen) -> Vector | None:
-    if own.q is None or own.phi is None:
+def _whole(seen: _Seen) -> Vector | None:
+    if seen.q is None or seen.phi is None:
         return None
-    whole = leakage.whole_numbers(own.q, own.phi, own.support, round(own.points))
-    return _least_squares(own) if whole is None else whole
+    whole = leakage.whole_numbers(seen.q, seen.phi, seen.support, round(seen.points))
+    return _least_squares(seen) if whole is None else whole
 
 
 def _in_round(message: Message, t: int) -> Message:
     return Message(message.tensors, {**message.numbers, "round": t})
+
+
+def _moved_by_sum(before: torch.Tensor | None, total: torch.Tensor | None, n: float) -> torch.Tensor | None:
+    """The posterior that the mean of the cohort's moves leads to."""
+    return None if before is None or total is None else before + total / n
 
 
 def _maybe(tensor: torch.Tensor | None) -> Vector | None:

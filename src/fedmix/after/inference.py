@@ -5,349 +5,322 @@ Inference at test time, sec:server_w, sec:NewShardInf.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedmix.after.densities import Densities
+from fedmix.after.options import Options, Stages, nobody
 from fedmix.after.restore import Restored
-from fedmix.core import objective, vae
-from fedmix.core.score import MEASURES, score
+from fedmix.core import objective
+from fedmix.core.score import score
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message
 from fedmix.data.federation import Federation
-from fedmix.engines.client import ADAPTED, CHUNK, Task, from_shared, labelled
+from fedmix.engines.client import ADAPTED, Task, from_shared, labelled
 from fedmix.engines.store import MemoryStore
-from fedmix.errors import DataError, SettingError
 from fedmix.rng import stream
 from fedmix.running import evaluate
 from fedmix.running.evaluate import Crowd, Scores
 from fedmix.running.loop import Engine, everyone
-from fedmix.running.run import make_engine
+from fedmix.running.where import Stage
+from fedmix.schema import EvaluationFile
 
 LABELLED = (5, 20, 100, 0)  # points of a new client; 0: all that it has
-QUICK = 10_000_000  # numbers in the clients' training inputs: minutes of training their densities, not hours
-AT_ONCE = 10  # clients that train a density between two looks at the clock
-Watch = Callable[[str, int, int], None]  # (what is being done, how much of it is done, of how much)
-
+MOST_SERVER_INPUTS = 10_000
 ONE_MODEL = "one model for all"  # what averaging is, where nothing is private
 
-
-@dataclass(frozen=True)
-class Where:
-    """Which clients are looked at, and where that runs."""
-
-    clients: int = 0  # so many of them, drawn at random; 0: all
-    engine: str = "local"
-    workers: int | None = None
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.clients < 0:
-            raise SettingError(f"--clients must be 0 (for all) or more. Got {self.clients} instead.")
+Predict = Callable[[Tensor], Tensor]
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Options(Where):
-    """And what is evaluated."""
-
-    densities: bool | None = None  # train a generative model on each client for p(s|x); None: where that is quick
-    points: int = 2000  # of a new client's inputs for p(s|x), whose cost is clients x points; 0: all
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.points < 0:
-            raise SettingError(f"--points must be 0 (for all) or more. Got {self.points} instead.")
-
-
-def evaluate_run(run: Restored, options: Options, watch: Watch = lambda *_: None) -> dict[str, Any]:
+def evaluate_run(run: Restored, options: Options, watch: Stages = nobody) -> EvaluationFile:
     """All of it, as plain numbers: what `fedmix evaluate` prints and writes."""
     began = time.perf_counter()
-    return {**run.about, **_Evaluation(run, options, watch).everything(), "seconds": time.perf_counter() - began}
+    result = {**run.about, **_Evaluation(run, options, watch).everything()}
+    return cast(EvaluationFile, {**result, "seconds": time.perf_counter() - began})
 
 
 class _Evaluation:
-    def __init__(self, run: Restored, options: Options, watch: Watch) -> None:
+    def __init__(self, run: Restored, options: Options, watch: Stages) -> None:
         self.run, self.options, self.watch = run, options, watch
         self.recipe = run.experiment.recipe
         self.algorithm = run.experiment.algorithm
         self.federation = run.experiment.federation
-        self.chosen = sample(len(self.federation), options.clients, self.recipe.seed)
+        self.chosen = options.sample(len(self.federation), self.recipe.seed)
         self.crowd = evaluate.crowd(self.algorithm, run.store, self.federation, self.recipe.evaluation.share_private)
         self.message = self.algorithm.broadcast(run.state, None)
         self.everybodys_labels = self.federation.label_counts()
         self.notes: dict[str, str] = {}
 
     def everything(self) -> dict[str, Any]:
-        held_out = self.federation.held_out
         with self._engine(self.federation) as engine:
-            mine = self._taking_part(engine)
-            densities = self._densities(engine) if self.crowd and self.algorithm.distils else None
-        union = self._without_identity(self.federation, self.chosen, "global")
-        with_labels = None
-        if held_out is None:
-            self.notes["new_clients"] = (
-                "no client was held out of training (data.holdout_clients); without labels, the union of all test sets "
-                "stands in for new clients, as in the paper"
-            )
-            new, who, unlabelled = self.federation, self.chosen, dict(union)
-        else:
-            new, who = held_out, sample(len(held_out), self.options.clients, self.recipe.seed)
-            with_labels = self._with_labels(new, who)
-            unlabelled = self._without_identity(new, who, "new clients without labels")
-        unlabelled |= self._cleverer(new, who, densities)
+            took_part = self._taking_part(engine)
+            densities = self._densities(engine)
+        union = self._without_identity(self.federation, self.chosen, "no identity")
         return {
             "evaluated": len(self.chosen),
-            **mine,
-            "global": union,
-            "new_clients": {
-                "held_out": 0 if held_out is None else len(held_out),
-                "evaluated": len(who),
-                "private": bool(self.algorithm.new_client(self.recipe.seed)),
-                "adapts": self.algorithm.method.adapts,
-                "labelled": with_labels,
-                "unlabelled": unlabelled,
-            },
+            **took_part,
+            "no_identity": union,
+            "new_clients": self._new_clients(union, densities),
             "notes": self.notes,
         }
 
     def _engine(self, federation: Federation) -> "closing[Engine]":
         store = self.run.store if federation is self.federation else MemoryStore()
-        made = replace(self.run.experiment, federation=federation)
-        return closing(make_engine(self.options.engine, self.options.workers, made, store, self.options.device))
+        experiment = replace(self.run.experiment, federation=federation)
+        return self.options.where.open(Stage(experiment, lambda: store))
+
+    # -- clients that took part ----------------------------------------------------------------------------------------
 
     def _taking_part(self, engine: Engine) -> dict[str, Any]:
-        """local, proxy, server, counts: clients that took part, on their own test data."""
-        t, epochs = self.recipe.rounds, self.recipe.evaluation.finetune_epochs
+        """Clients that took part, on their own data: fine-tuned, as sent, with the server's weights, with label counts."""
+        algorithm, state, t = self.algorithm, self.run.state, self.recipe.rounds
+        epochs = self.recipe.evaluation.finetune_epochs
         self.watch("server weights", 0, 1)
-        server = evaluate.client_scores(self.algorithm, engine, self.run.state, self.chosen, "test", t)
+        server = evaluate.client_scores(algorithm, engine, state, self.chosen, "test", t)
         self.watch("fine-tuning", 0, 1)
-        local = evaluate.client_scores(self.algorithm, engine, self.run.state, self.chosen, "test", t, finetune=epochs)
-        proxy = {int(s): numbers for s, numbers in self.run.carried["proxy"].items()}
-        known = {
-            s: proxy[s] for s in self.chosen if s in proxy and (not proxy[s]["points"] or MEASURES[-1] in proxy[s])
+        tuned = evaluate.client_scores(algorithm, engine, state, self.chosen, "test", t, finetune=epochs)
+        as_sent = self.run.carried.scores_as_sent(self.chosen)
+        private_parts = ", private parts" if algorithm.new_client(self.recipe.seed) else ""
+        rows = {
+            "fine_tuned": {"what": f"server weights, then {_epochs(epochs)} on the client", **_of_clients(tuned)},
+            "as_sent": {"what": "weights that the client sent last", **_of_clients(as_sent)},
+            "server": {"what": f"server weights{private_parts}", **_of_clients(server)},
+            **self._label_counts(self.federation, self.chosen, 0),
         }
-        communicated = evaluate.scores_of(known)
-        own = ", own private parts" if self.algorithm.new_client(self.recipe.seed) else ""
-        return {
-            "local": {"what": f"fine-tuned, epochs: {epochs}", **_of_clients(local)},
-            "proxy": {"what": "last communicated (validation)", **_of_clients(communicated)},
-            "server": {"what": f"server weights{own}", **_of_clients(server)},
-            **self._counts(self.federation, self.chosen, 0),
-        }
+        return {kind: {"part": "validation" if kind == "as_sent" else "test", **row} for kind, row in rows.items()}
 
-    def _counts(self, federation: Federation, clients: Sequence[int], points: int) -> dict[str, Any]:
+    def _label_counts(self, federation: Federation, clients: Sequence[int], points: int) -> dict[str, Any]:
         """What is shared, and how often each label occurs among some of a client's own points; nothing is trained."""
         shared = from_shared(self.algorithm, self.message, federation.side)
         if shared is None:
             return {}
         classes = federation.classes
-        p_y = torch.full((classes,), 1 / classes, dtype=torch.float64)
-        if not self.algorithm.counts_labels:  # else what is shared has learnt labels in equal shares
-            p_y = evaluate.label_shares(self.everybodys_labels)
-        found = {}
+        p_y = self._label_shares(classes)
+        scores = {}
         for s in clients:
-            rng = Task("evaluate", self.recipe.rounds, s, self.message).stream(self.recipe.seed).child("points")
-            y = labelled(federation.examples(s, "train"), points, rng).y
             data = federation.examples(s, "test")
-            counts = torch.bincount(y, minlength=classes).to(torch.float64)
             if len(data):
-                log_p = objective.log_counted(shared(data.x), counts, p_y)
-                found[s] = score(log_p, data.y)
-        return {"counts": {"what": "server weights, own label counts", **_of_clients(evaluate.scores_of(found))}}
+                rng = Task("evaluate", self.recipe.rounds, s, self.message).stream(self.recipe.seed).child("points")
+                y = labelled(federation.examples(s, "train"), points, rng).y
+                counts = torch.bincount(y, minlength=classes).to(torch.float64)
+                scores[s] = score(objective.log_counted(shared(data.x), counts, p_y), data.y)
+        row = {"what": "server weights, label counts of the client", **_of_clients(evaluate.scores_of(scores))}
+        return {"label_counts": row}
+
+    def _label_shares(self, classes: int) -> Tensor:
+        """The p(y) that what is shared has learnt: in equal shares where training had label counts in front of it."""
+        if self.algorithm.counts_labels:
+            return torch.full((classes,), 1 / classes, dtype=torch.float64)
+        return evaluate.label_shares(self.everybodys_labels)
+
+    # -- without identity ----------------------------------------------------------------------------------------------
 
     def _without_identity(self, federation: Federation, clients: Sequence[int], stage: str) -> dict[str, Any]:
         """The union of test sets: gates (biases, representations) averaged; experts averaged; experts pooled."""
         self.watch(stage, 0, 1)
-        rows: dict[str, Any] = {"averaged": None}
-        crowd = self.crowd
-        if not self.algorithm.predicts_anonymously:
-            self.notes[f"{stage}: averaged"] = evaluate.NO_ANONYMOUS
-        elif crowd is None:
-            self.notes[f"{stage}: averaged"] = evaluate.NOT_SHARED
-        else:
-            rows["averaged"] = self._row(
-                federation,
-                clients,
-                anonymous.what if (anonymous := self.algorithm.method.anonymous) else ONE_MODEL,
-                lambda x: self.algorithm.predict_anonymous(self.message, crowd.privates, crowd.log_p_s, x),
-                crowd.nbytes,
-                crowd.nbytes,
-            )
+        rows: dict[str, Any] = {"averaged": self._averaged(federation, clients, stage)}
         if self.algorithm.distils:
-            alone = self.algorithm.new_client(self.recipe.seed)  # a gate that knows nothing: 1/K
+            # a gate that knows nothing gives every expert 1/K
+            gate = self.algorithm.new_client(self.recipe.seed)
             rows["uniform"] = self._row(
-                federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, alone, x)
+                federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, gate, x)
             )
         shared = from_shared(self.algorithm, self.message, federation.side)
         if shared and self.algorithm.pools:
             rows["pooled"] = self._row(federation, clients, "experts pooled, q(z|y) divided out", shared)
         return rows
 
-    def _with_labels(self, new: Federation, who: Sequence[int]) -> list[dict[str, Any]]:
+    def _averaged(self, federation: Federation, clients: Sequence[int], stage: str) -> Row | None:
+        crowd = self.crowd
+        if not self.algorithm.predicts_anonymously:
+            self.notes[f"{stage}: averaged"] = evaluate.NO_ANONYMOUS
+            return None
+        if crowd is None:
+            self.notes[f"{stage}: averaged"] = evaluate.NOT_SHARED
+            return None
+        anonymous = self.algorithm.method.anonymous
+        what = anonymous.what if anonymous else ONE_MODEL
+
+        def predict(x: Tensor) -> Tensor:
+            return self.algorithm.predict_anonymous(self.message, crowd.privates, crowd.log_p_s, x)
+
+        return self._row(federation, clients, what, predict, crowd.nbytes, crowd.nbytes)
+
+    # -- new clients ---------------------------------------------------------------------------------------------------
+
+    def _new_clients(self, union: dict[str, Any], densities: Densities | None) -> dict[str, Any]:
+        held_out = self.federation.held_out
+        with_labels = None
+        if held_out is None:
+            self.notes["new_clients"] = (
+                "no client was held out of training (data.holdout_clients); without labels, the union of all test sets "
+                "stands in for new clients, as in the paper"
+            )
+            new, clients, without_labels = self.federation, self.chosen, dict(union)
+        else:
+            new, clients = held_out, self.options.sample(len(held_out), self.recipe.seed)
+            with_labels = self._with_labels(new, clients)
+            without_labels = self._without_identity(new, clients, "new clients without labels")
+        return {
+            "held_out": 0 if held_out is None else len(held_out),
+            "evaluated": len(clients),
+            "private": bool(self.algorithm.new_client(self.recipe.seed)),
+            "adapts": self.algorithm.method.adapts,
+            "labelled": with_labels,
+            "unlabelled": without_labels | self._by_one_gate(new, clients, densities),
+        }
+
+    def _with_labels(self, new: Federation, clients: Sequence[int]) -> list[Row]:
         """Clients that never took part: their private parts alone are trained on a few labelled points, then all."""
-        message = self.algorithm.newcomer(self.run.state, new.side != "client")
-        known = new if new.side != "client" else replace(new, c=torch.zeros_like(new.c))
-        curve = []
-        most = max(new.size(s) for s in who)
+        known_values = new.side != "client"
+        message = self.algorithm.newcomer(self.run.state, known_values)
+        known = new if known_values else replace(new, c=torch.zeros_like(new.c))
+        most = max(new.size(s) for s in clients)
         amounts = [points for points in LABELLED if points < most]
+        curve = []
         with self._engine(known) as engine:
             for done, points in enumerate(amounts):
                 self.watch("new clients with labels", done, len(amounts))
-                private, all_of_it = self._newcomers(engine, message, new, who, points)
-                sizes = [min(points or new.size(s), new.size(s)) for s in who]
+                private, tuned = self._newcomers(engine, message, new, clients, points)
+                sizes = [_points_of(new, s, points) for s in clients]
                 curve.append(
                     {
                         "points": points or None,
                         "mean_points": float(np.mean(sizes)),
                         "private_parts": _of_clients(private),
-                        "finetuned": _of_clients(all_of_it),
-                        **self._counts(new, who, points),
+                        "fine_tuned": _of_clients(tuned),
+                        **self._label_counts(new, clients, points),
                         "bytes_to_new_client": message.nbytes,
                     }
                 )
         return curve
 
     def _newcomers(
-        self, engine: Engine, message: Message, new: Federation, who: Sequence[int], points: int
+        self, engine: Engine, message: Message, new: Federation, clients: Sequence[int], points: int
     ) -> tuple[Scores, Scores]:
         """Scores with their own private parts and the server's weights, and after fine-tuning all of it."""
-        settings, tasks = self.recipe.evaluation, []
-        for s in who:
-            n = min(points or new.size(s), new.size(s))
-            epochs = math.ceil(settings.adapt_steps / math.ceil(n / self.recipe.training.batch_size))
-            t = self.recipe.rounds
+        settings, t = self.recipe.evaluation, self.recipe.rounds
+        tasks = []
+        for s in clients:
+            steps_per_epoch = math.ceil(_points_of(new, s, points) / self.recipe.training.batch_size)
+            epochs = math.ceil(settings.adapt_steps / steps_per_epoch)
             tasks.append(Task("evaluate", t, s, message, "test", settings.finetune_epochs, epochs, points))
-        answers = {s: answer.numbers for s, answer in zip(who, everyone(engine.run(tasks)), strict=True)}
-        before = {
-            s: {name.removeprefix(ADAPTED): value for name, value in numbers.items() if name.startswith(ADAPTED)}
-            for s, numbers in answers.items()
-        }
-        return evaluate.scores_of(before), evaluate.scores_of(answers)
+        answers = zip(clients, everyone(engine.run(tasks)), strict=True)
+        tuned = {s: answer.numbers for s, answer in answers}
+        adapted = {s: _adapted(numbers) for s, numbers in tuned.items()}
+        return evaluate.scores_of(adapted), evaluate.scores_of(tuned)
 
-    def _densities(self, engine: Engine) -> list[Message] | None:
-        """Each client's generative model of its own inputs."""
-        assert self.crowd is not None
-        asked, numbers = self.options.densities, self._numbers_to_learn()
-        if asked is False or (asked is None and numbers > QUICK):
-            long = f"left out: a VAE on each client would learn {numbers / 1e6:,.0f} million numbers; --vae asks for it"
-            self.notes["generative"] = "not asked for (--no-vae)" if asked is False else long
+    def _densities(self, engine: Engine) -> Densities | None:
+        """Each client's generative model of its own inputs, where the method can use them."""
+        if self.crowd is None or not self.algorithm.distils:
             return None
-        try:
-            for federation in (self.federation, self.federation.held_out or self.federation):
-                federation.unit(
-                    federation.inputs(torch.arange(len(federation.x)) if not federation.mean else torch.arange(2))
-                )
-        except DataError as error:
-            self.notes["generative"] = str(error)
+        densities = Densities(self.federation, self.crowd, self.recipe.seed, self.watch)
+        why_not = densities.train(engine, self.run.state.round, self.options.densities)
+        if why_not:
+            self.notes["generative"] = why_not
             return None
-        clients, trained = list(self.crowd.clients), list[Message]()
-        for start in range(0, len(clients), AT_ONCE):
-            self.watch("a VAE on each client", start, len(clients))
-            tasks = [Task("density", self.run.state.round, s, Message({})) for s in clients[start : start + AT_ONCE]]
-            trained += everyone(engine.run(tasks))
-        return trained
+        return densities
 
-    def _numbers_to_learn(self) -> int:
-        """Of all clients' training inputs: what training their densities costs grows with it."""
-        assert self.crowd is not None
-        return sum(self.federation.size(s) for s in self.crowd.clients) * self.federation.x[0].numel()
-
-    def _cleverer(self, new: Federation, who: Sequence[int], densities: Sequence[Message] | None) -> dict[str, Any]:
-        """p(s|x) in place of p(s), and one gate in place of all."""
-        crowd = self.crowd
+    def _by_one_gate(self, new: Federation, clients: Sequence[int], densities: Densities | None) -> dict[str, Any]:
+        """For clients without labels: p(s|x) in place of p(s), and one gate in place of all."""
         if not self.algorithm.distils:
             return {}
-        if crowd is None:
+        if self.crowd is None:
             self.notes["generative"] = self.notes["distilled"] = evaluate.NOT_SHARED
             return {"generative": None, "distilled": None}
-        rows: dict[str, Any] = {"generative": None, "distilled": None}
-        if densities is not None:
-            size = crowd.nbytes + sum(message.nbytes for message in densities)
-            some, sampled = self._some_points(new, who)
-            predict = self._by_density(crowd, densities, new, sum(len(own) for own in some.parts["test"]))
-            what = f"gates with p(s|x), {sampled}"
-            rows["generative"] = self._row(some, who, what, predict, size, size)
+        generative = self._generative(new, clients, densities, self.crowd) if densities else None
+        return {"generative": generative, "distilled": self._distilled(new, clients, self.crowd)}
+
+    def _generative(self, new: Federation, clients: Sequence[int], densities: Densities, crowd: Crowd) -> Row | None:
+        some, sampled = self._some_points(new, clients)
+        points = sum(len(part) for part in some.parts["test"])
+        log_p_sx = densities.posterior(new, points)
+
+        def predict(x: Tensor) -> Tensor:
+            return self.algorithm.predict_anonymous(self.message, crowd.privates, log_p_sx(x), x)
+
+        size = crowd.nbytes + densities.nbytes
+        return self._row(some, clients, f"gates with p(s|x), {sampled}", predict, size, size)
+
+    def _distilled(self, new: Federation, clients: Sequence[int], crowd: Crowd) -> Row | None:
         self.watch("one gate from all", 0, 1)
         inputs = self._server_inputs()
         if not len(inputs):
             self.notes["distilled"] = "no client has validation data, which stands in for what the server may have"
-            return rows
+            return None
         theta = self.algorithm.distil(self.message, crowd.privates, crowd.log_p_s, inputs)
         what = f"one gate from {len(crowd.clients):,}, on {len(inputs):,} inputs"
-        rows["distilled"] = self._row(
-            new, who, what, lambda x: self.algorithm.predict(self.message, theta, x), crowd.nbytes, nbytes(theta)
-        )
-        return rows
+
+        def predict(x: Tensor) -> Tensor:
+            return self.algorithm.predict(self.message, theta, x)
+
+        return self._row(new, clients, what, predict, crowd.nbytes, nbytes(theta))
 
     def _server_inputs(self) -> Tensor:
         """The union of the clients' validation inputs, in place of unlabelled data that a server may have."""
         index = torch.from_numpy(np.concatenate(self.federation.parts["validation"]))
-        most = stream(self.recipe.seed, "evaluate", "inputs").permutation(len(index))[:10_000]
-        return self.federation.inputs(index[torch.from_numpy(np.sort(most))])
+        order = stream(self.recipe.seed, "evaluate", "inputs").permutation(len(index))
+        return self.federation.inputs(index[torch.from_numpy(np.sort(order[:MOST_SERVER_INPUTS]))])
 
-    def _some_points(self, new: Federation, who: Sequence[int]) -> tuple[Federation, str]:
+    def _some_points(self, new: Federation, clients: Sequence[int]) -> tuple[Federation, str]:
         """At most options.points of the test points, from all clients alike."""
-        own = [np.arange(0) if s not in set(who) else part for s, part in enumerate(new.parts["test"])]
-        total, most = sum(map(len, own)), self.options.points or sum(map(len, own))
+        nothing = np.arange(0)
+        looked_at = set(clients)
+        tests = [part if s in looked_at else nothing for s, part in enumerate(new.parts["test"])]
+        total = sum(map(len, tests))
+        most = self.options.points or total
         if most >= total:
             return new, f"{total:,} inputs"
-        kept = set(stream(self.recipe.seed, "evaluate", "points").permutation(total)[:most].tolist())
-        position, parts = 0, []
-        for part in own:
-            parts.append(part[[position + i in kept for i in range(len(part))]])
-            position += len(part)
+        kept = np.zeros(total, dtype=bool)
+        kept[stream(self.recipe.seed, "evaluate", "points").permutation(total)[:most]] = True
+        ends = np.cumsum([len(part) for part in tests])
+        parts = [part[kept[end - len(part) : end]] for part, end in zip(tests, ends, strict=True)]
         return replace(new, parts={**new.parts, "test": parts}), f"{most:,} of {total:,} inputs"
-
-    def _by_density(
-        self, crowd: Crowd, densities: Sequence[Message], new: Federation, points: int
-    ) -> Callable[[Tensor], Tensor]:
-        models = [dict(message.tensors) for message in densities]
-        chunks: Iterator[int] = iter(range(points))
-
-        def predict(x: Tensor) -> Tensor:
-            at = next(chunks)
-            self.watch("p(s|x) of new inputs", min(at * CHUNK, points), points)
-            rng = stream(self.recipe.seed, "evaluate", "density", at)
-            log_x = vae.log_densities(models, new.unit(x).flatten(1), rng)
-            posterior = torch.log_softmax(log_x.to(torch.float64) + crowd.log_p_s, dim=1)  # log p(s|x) [B, S]
-            return self.algorithm.predict_anonymous(self.message, crowd.privates, posterior, x)
-
-        return predict
 
     def _row(
         self,
         federation: Federation,
         clients: Sequence[int],
         what: str,
-        predict: Callable[[Tensor], Tensor],
+        predict: Predict,
         from_clients: int = 0,
         to_new_client: int = 0,
-    ) -> dict[str, Any] | None:
-        """bytes beyond the experts: what clients hand over for it, and what a new client needs to predict by itself."""
+    ) -> Row | None:
+        """from_clients, to_new_client: bytes beyond the experts, which clients hand over for it, and which a new client needs
+        to predict by itself."""
         anyone = evaluate.for_anyone(self.algorithm, self.everybodys_labels, predict)
-        numbers, each = evaluate.on_union(federation, clients, "test", anyone)
+        numbers, of_clients = evaluate.on_union(federation, clients, "test", anyone)
         if not numbers["points"]:
             return None
         return {
             "what": what,
             "union": dict(numbers),
-            "clients": _of_clients(each),
+            "clients": _of_clients(of_clients),
             "bytes_from_clients": from_clients,
             "bytes_to_new_client": to_new_client,
         }
 
 
-def _of_clients(scores: Scores) -> dict[str, Mapping[str, float | None] | int]:
+def _points_of(new: Federation, client: int, points: int) -> int:
+    """How many labelled points a new client has, of `points` at most; 0: of all."""
+    return min(points or new.size(client), new.size(client))
+
+
+def _epochs(count: int) -> str:
+    return "one epoch" if count == 1 else f"{count} epochs"
+
+
+def _adapted(numbers: evaluate.Numbers) -> dict[str, float]:
+    """The score between adapting private parts and fine-tuning, out of an answer that has both."""
+    return {name.removeprefix(ADAPTED): value for name, value in numbers.items() if name.startswith(ADAPTED)}
+
+
+def _of_clients(scores: Scores) -> dict[str, Any]:
     return {"clients": len(scores.of), **scores.summaries()}
-
-
-def sample(total: int, most: int, seed: int) -> list[int]:
-    """Clients to look at: all, or some drawn at random."""
-    if not 0 < most < total:
-        return list(range(total))
-    return sorted(stream(seed, "evaluate", "clients").permutation(total)[:most].tolist())

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -12,9 +11,11 @@ from fedmix.data.federation import Federation
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
 from fedmix.methods.page import Page
+from fedmix.running.carried import Carried
 from fedmix.running.checkpoint import private_states
-from fedmix.running.directory import read_federation, run_recipe
+from fedmix.running.directory import run_recipe
 from fedmix.running.reopen import last_checkpoint, refuse_another_model
+from fedmix.schema import About, read_federation
 from fedmix.settings.build import Experiment, build
 from fedmix.settings.recipe import OWN
 
@@ -27,10 +28,10 @@ class Restored:
     experiment: Experiment
     state: State
     store: MemoryStore  # the clients' private states, as they were then
-    carried: dict[str, Any]
+    carried: Carried
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> About:
         """Which run this is, for whatever is written about it."""
         recipe = self.experiment.recipe
         return {

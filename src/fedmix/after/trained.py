@@ -3,7 +3,6 @@
 A run directory is enough; the data is not needed.
 """
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmix import schema
 from fedmix.core.mixture import ClientModule
 from fedmix.core.tree import Params
 from fedmix.data.federation import client_number, normalised
@@ -19,9 +19,9 @@ from fedmix.engines.client import from_shared, predict
 from fedmix.errors import RunError
 from fedmix.methods.page import Page
 from fedmix.running.checkpoint import private_states
-from fedmix.running.directory import read_metrics
 from fedmix.running.evaluate import for_anyone
 from fedmix.running.reopen import reopen
+from fedmix.schema import MetricsLine, Summary
 from fedmix.settings.build import Given
 
 
@@ -54,18 +54,17 @@ class TrainedRun:
         return self._algorithm.experts(self._state)
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """summary.json; a run that has not ended has none."""
-        file = self.path / "summary.json"
-        if not file.exists():
+        summary = schema.read_summary(self.path)
+        if summary is None:
             raise RunError(f"{self.path} has no summary: the run is at round {self.round} of {self.recipe.rounds}.")
-        summary: dict[str, Any] = json.loads(file.read_text())
         return summary
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricsLine]:
         """metrics.jsonl, a dict a round."""
-        return read_metrics(self.path)
+        return schema.read_metrics(self.path)
 
     def _inputs(self, x: Any) -> Tensor:
         """Arrays as what the model is given; images of bytes are normalised as they were in training."""

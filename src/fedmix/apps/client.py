@@ -1,5 +1,8 @@
-"""Flower's ClientApp. In a deployment it hands each message to the worker beside it, which has torch and the data in
-memory; in a simulation it is the site itself."""
+"""Flower's ClientApp. In a deployment it hands each message to the worker beside it, which has torch and the data in memory; in
+a simulation it is the site itself.
+
+Imports are inside functions, so that the short-lived process of a deployment loads no more than it needs.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ _known: dict[str, Any] = {}  # the site of the run that this process serves
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Training, evaluation and whatever else the server asks of the clients that live here."""
+    """Answer orders to the clients that live here: training, evaluation and whatever else the server asks for."""
     worker = context.node_config.get("worker")
     if worker:
         from fedmix.deploy.wire import ask
@@ -26,7 +29,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """What this site has: names of clients, numbers of points; or why it cannot take part."""
+    """Say what this site has: names of clients and numbers of points; or why it cannot take part."""
     from fedmix.deploy.wire import ask, table
     from fedmix.errors import ClientError
 
@@ -38,27 +41,24 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _site(about: dict[str, Any]) -> Any:
-    """The simulation's site: the recipe's own federation, private states in the run directory."""
+    """Give the simulation's site: it has the recipe's whole federation, and keeps private states in the run directory."""
     import tomllib
     from pathlib import Path
 
     from fedmix.engines.site import Site
     from fedmix.engines.store import SiteStore
     from fedmix.settings.build import build
-    from fedmix.settings.recipe import importable_from, make_recipe
+    from fedmix.settings.importing import importable_from
+    from fedmix.settings.reading import make_recipe
 
     for folder in about["beside"]:
         importable_from(Path(folder))
     key = f"{about['folder']} {about['recipe']}"
     if key not in _known:
         recipe = make_recipe(tomllib.loads(about["recipe"]))
-        made = build(recipe, data_dir=about["data_dir"])
+        experiment = build(recipe, data_dir=about["data_dir"])
+        store = SiteStore(Path(about["folder"]))
+        share = recipe.evaluation.share_private
         _known.clear()
-        _known[key] = Site(
-            made.algorithm,
-            made.federation,
-            recipe.seed,
-            SiteStore(Path(about["folder"])),
-            recipe.evaluation.share_private,
-        )
+        _known[key] = Site(experiment.algorithm, experiment.federation, recipe.seed, store, share)
     return _known[key]

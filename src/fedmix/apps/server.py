@@ -8,6 +8,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    """Read what was submitted, and train."""
     from fedmix.deploy.server import Asked, serve
 
     config = context.run_config

@@ -9,7 +9,7 @@ from fedmix.errors import SettingError
 
 
 def recipes(args: Any) -> int:
-    from fedmix.settings.recipe import read_recipe, shipped
+    from fedmix.settings.reading import read_recipe, shipped
 
     rows = []
     for name in shipped():

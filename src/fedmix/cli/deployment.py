@@ -15,7 +15,7 @@ from fedmix.errors import RunError, SettingError
 
 
 def _recipe(args: Any, name: str) -> Any:
-    from fedmix.settings.recipe import read_recipe
+    from fedmix.settings.reading import read_recipe
 
     return read_recipe(name, getattr(args, "algorithm", None), changes(args, seed=args.seed), args.scale)
 
@@ -23,7 +23,7 @@ def _recipe(args: Any, name: str) -> Any:
 def init(args: Any) -> int:
     from fedmix.deploy.folder import init as make
     from fedmix.engines.flower import flwr
-    from fedmix.settings.recipe import read_recipe
+    from fedmix.settings.reading import read_recipe
 
     flwr()
     sites = names_in(args.sites)
@@ -126,7 +126,7 @@ def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
     with progress(title, quiet) as bar, logging_to(tools, out, recipe, say, bar, told_unless(quiet)) as told:
         submission = Submission(folder, recipe, out, args.data_dir, args.wait, told, told_unless(quiet))
         try:
-            summary = submission.to_its_end(args.resume, args.overwrite)
+            summary = submission.train(args.resume, args.overwrite)
         except KeyboardInterrupt:
             say(f"stopped. Go on with the same command and --resume; what is done is in {out}")
             return 130
@@ -166,7 +166,7 @@ def up(args: Any) -> int:
 
 
 def _default_out(folder: Path, recipe: Any) -> Path:
-    from fedmix.settings.recipe import folder_of_run
+    from fedmix.settings.reading import folder_of_run
 
     return folder / "runs" / folder_of_run(recipe, f"{recipe.name}-")
 

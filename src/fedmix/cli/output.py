@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedmix.schema import Summary
+
 
 def complain(message: str) -> int:
     print("fedmix: error: " + " ".join(message.split()), file=sys.stderr)
@@ -31,8 +33,8 @@ def show(renderable: Any) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(renderable)
 
 
-def show_summary(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Of one run that has ended."""
+def show_summary(summary: Summary, out: Path, as_json: bool) -> None:
+    """The result of one run that has ended."""
     from fedmix.report.tables import summary_table
 
     if as_json:

@@ -54,7 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     _recipe_options(train)
     _run_options(train)
     train.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    train.add_argument("--seed", type=int, metavar="N", help="of the split, the start and the order of everything")
+    train.add_argument(
+        "--seed", type=int, metavar="N", help="the seed of data, start and order"
+    )
     train.add_argument("--warm-start", metavar="RUN", help="start from the experts of another run")
 
     compare = _command(commands, "compare", training.compare, "train several methods, print one table")
@@ -64,7 +66,9 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--algorithms", metavar="A,B,...", default=methods, help=f"methods by name (default: {methods})"
     )
-    compare.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+    compare.add_argument(
+        "--seeds", metavar="0,1,...", help="seeds to repeat everything with (default: the recipe's own)"
+    )
 
     sweep = _command(
         commands, "sweep", training.sweep, "train a grid of settings: one table, one figure, each run resumable"
@@ -72,7 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
     _recipe_options(sweep)
     _run_options(sweep)
     sweep.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    sweep.add_argument("--seeds", metavar="0,1,...", help="seeds, for mean ± standard deviation (the recipe's own)")
+    sweep.add_argument("--seeds", metavar="0,1,...", help="seeds to repeat everything with (default: the recipe's own)")
+    sweep.add_argument(
+        "--by",
+        default="as-sent",
+        metavar="KIND",
+        help="choose the best by this accuracy on validation data: as-sent, server or no-identity (%(default)s)",
+    )
     sweep.epilog = "example: fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75 --rounds 20 --seeds 0,1,2"
 
     evaluate = _command(
@@ -110,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _runs_option(watch)
     watch.add_argument(
-        "--port", type=int, default=8765, metavar="N", help="of this machine alone; 0: any (%(default)s)"
+        "--port", type=int, default=8765, metavar="N", help="a port of this machine; 0: any that is free (%(default)s)"
     )
 
     figures = _command(commands, "figures", results.figures, "every figure as SVG and PNG fit for a paper, and tables")
@@ -132,7 +142,9 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "split", results.split, "draw who holds what: clients by classes, as a table and a picture"
     )
     _recipe_options(split)
-    split.add_argument("--seed", type=int, metavar="N", help="of the split (the recipe's own by default)")
+    split.add_argument(
+        "--seed", type=int, metavar="N", help="the seed of the split (the recipe's own by default)"
+    )
     split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
     split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
 
@@ -246,7 +258,9 @@ def _deploy_commands(commands: Any) -> None:
 
 def _submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the start and the order of everything")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="the seed of start and order"
+    )
     parser.add_argument(
         "--wait", type=float, default=600, metavar="S", help="seconds for sites to connect (%(default)s)"
     )
@@ -287,9 +301,11 @@ def _recipe_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def _after_options(parser: argparse.ArgumentParser) -> None:
-    """Of commands that look at a run that was trained."""
+    """Options of commands that look at a run that was trained."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--clients", type=int, default=0, metavar="N", help="so many clients, drawn at random (all)")
+    parser.add_argument(
+        "--clients", type=int, default=0, metavar="N", help="this many clients, drawn at random (all)"
+    )
     _engine_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     _data_options(parser)

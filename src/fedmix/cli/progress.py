@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedmix.report.tables import printable, size
+from fedmix.report.words import printable, size
+from fedmix.schema import MetricsLine
 
 
 class _Totals:
@@ -13,18 +14,19 @@ class _Totals:
         self.accuracy = ""
         self.troubles: list[str] = []
 
-    def take(self, line: dict[str, Any]) -> list[str]:
+    def take(self, line: MetricsLine) -> list[str]:
         """Add a round; gives what has newly gone wrong in it."""
         if "accuracy" in line:
-            local, server = line["accuracy"]["local"]["mean"], line["accuracy"]["server"]["mean"]
-            self.accuracy = f"local {_percent(local)} server {_percent(server)}"
+            validation = line["accuracy"]["validation"]
+            as_sent, server = validation["as_sent"]["mean"], validation["server"]["mean"]
+            self.accuracy = f"as sent {_percent(as_sent)} server {_percent(server)}"
         kinds = [trouble.split(":")[0] for trouble in self.troubles]
         self.troubles = line.get("warnings", [])
         new = [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
         return new + _left_out(line)
 
 
-def _left_out(line: dict[str, Any]) -> list[str]:
+def _left_out(line: MetricsLine) -> list[str]:
     """Clients that a round went on without, and why."""
     told = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
     told += [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]

@@ -1,7 +1,7 @@
-"""Commands that look at a run, or at data before it is trained on."""
+"""Commands that show results of runs, or data before it is trained on."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,58 +11,64 @@ from fedmix.errors import SettingError
 
 
 def evaluate(args: Any) -> int:
-    from fedmix.after.inference import Options, evaluate_run
+    from fedmix import api, schema
     from fedmix.cli.progress import stages
     from fedmix.report.evaluation import draw_new_clients, evaluation_table
 
-    options = Options(args.clients, args.engine, args.workers, args.device, args.vae, args.points)
-    run = _restored(args)
     with stages(args.quiet) as watch:
-        result = evaluate_run(run, options, watch)
-    return _tell(args, run.path / "evaluation.json", result, draw_new_clients, "new-clients.png", evaluation_table)
+        result = api.evaluate(
+            args.run,
+            data_dir=getattr(args, "data_dir", None),
+            clients=args.clients,
+            densities=args.vae,
+            points=args.points,
+            engine=args.engine,
+            workers=args.workers,
+            device=args.device,
+            watch=watch,
+        )
+    file = Path(args.run) / schema.EVALUATION
+    return _tell(args, file, result, draw_new_clients, schema.NEW_CLIENTS_PICTURE, evaluation_table)
 
 
 def audit(args: Any) -> int:
-    from fedmix.after.audit import audit_run
-    from fedmix.after.inference import Where
+    from fedmix import api, schema
     from fedmix.cli.progress import stages
     from fedmix.report.audit import audit_table, draw_audit
 
-    where = Where(args.clients, args.engine, args.workers, args.device)
-    run = _restored(args)
     with stages(args.quiet) as watch:
-        result = audit_run(run, where, watch)
-    return _tell(args, run.path / "audit.json", result, draw_audit, "audit.png", audit_table)
+        result = api.audit(
+            args.run,
+            data_dir=getattr(args, "data_dir", None),
+            clients=args.clients,
+            engine=args.engine,
+            workers=args.workers,
+            device=args.device,
+            watch=watch,
+        )
+    return _tell(args, Path(args.run) / schema.AUDIT, result, draw_audit, schema.AUDIT_PICTURE, audit_table)
 
 
-def _tell(args: Any, file: Path, result: dict[str, Any], draw: Any, picture: str, table: Callable[[Any], Any]) -> int:
-    """What was found of a run: into its directory, as a picture, and as JSON or a table."""
+def _tell(
+    args: Any, file: Path, result: Mapping[str, Any], draw: Any, picture: str, table: Callable[[Any], Any]
+) -> int:
+    """What a command found out about a run: into its directory, as a picture, and as JSON or a table."""
     from fedmix.running.files import write_json
 
     write_json(file, result)
     drawn = picture_of(draw, result, file.with_name(picture))
     if "json" in args:
-        print(json.dumps(result | {"picture": drawn}))
+        print(json.dumps({**result, "picture": drawn}))
         return 0
     show(table(result))
     print(f"results: {file}" + (f", {drawn}" if drawn else ""))
     return 0
 
 
-def _restored(args: Any) -> Any:
-    """The run that a command looks at, with its data."""
-    from fedmix.after.restore import restore
-    from fedmix.running.run import HERE, check
-
-    run = restore(args.run, data_dir=getattr(args, "data_dir", None))
-    check(run.experiment, args.engine, args.workers, args.device, HERE)
-    return run
-
-
 def split(args: Any) -> int:
     from fedmix.report.split import draw_split, split_table
     from fedmix.settings.federate import build_federation, describe_split
-    from fedmix.settings.recipe import read_recipe
+    from fedmix.settings.reading import read_recipe
 
     recipe = read_recipe(args.recipe, None, changes(args, seed=args.seed), args.scale)
     about = {"recipe": recipe.name, "scale": recipe.scale, "seed": recipe.seed}
@@ -87,7 +93,7 @@ def split(args: Any) -> int:
 
 def report(args: Any) -> int:
     from fedmix.report.page import report as made
-    from fedmix.report.runs import gather
+    from fedmix.report.runs import read_runs
     from fedmix.running.files import write_bytes
 
     out = Path(args.out or Path(args.runs[0]) / "report.html")
@@ -95,7 +101,7 @@ def report(args: Any) -> int:
         raise SettingError(f"--out must be a file. {out} is a folder; try {out / 'report.html'}.")
     if args.out and out.exists() and not args.overwrite:
         raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
-    text = made(gather(args.runs))
+    text = made(read_runs(args.runs))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, text.encode())
     print(out)
@@ -119,12 +125,12 @@ def watch(args: Any) -> int:
 
 
 def figures(args: Any) -> int:
-    from fedmix.report.runs import gather
+    from fedmix.report.runs import read_runs
 
     folder = Path(args.out)
     if folder.exists() and any(folder.iterdir()) and not args.overwrite:
         raise SettingError(f"{folder} holds files already. Use --overwrite to replace figures in it, or another --out.")
-    runs = gather(args.runs)
+    runs = read_runs(args.runs)
     try:
         from fedmix.report.figures import draw_figures
 
@@ -136,9 +142,9 @@ def figures(args: Any) -> int:
 
 
 def show_run(args: Any) -> int:
-    from fedmix.report.runs import gather
+    from fedmix.report.runs import read_runs
     from fedmix.report.show import show as essentials
 
-    for run in gather(args.runs):
+    for run in read_runs(args.runs):
         show(essentials(run))
     return 0

@@ -1,4 +1,4 @@
-"""What the server makes of the clients' answers (eq:fedmixPavg)."""
+"""How the server averages the clients' answers (eq:fedmixPavg)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ def expert_weights(q_zs: Tensor, n_s: Tensor) -> Tensor:
     """
     joint = q_zs.to(torch.float64) * client_weights(n_s).unsqueeze(1)
     total = joint.sum(dim=0, keepdim=True)
-    return torch.where(
-        total > 0, joint / torch.where(total > 0, total, torch.ones_like(total)), torch.zeros_like(joint)
-    )
+    used = total > 0
+    divisor = torch.where(used, total, torch.ones_like(total))
+    return torch.where(used, joint / divisor, torch.zeros_like(joint))
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,29 @@ class Deltas:
 
 
 def deltas(w: Mapping[str, Tensor], w_s: Sequence[Mapping[str, Tensor] | None]) -> Deltas:
-    """None: a client that did not return this expert."""
-    returned = [(i, client) for i, client in enumerate(w_s) if client is not None]
+    """How far each client of the cohort moved w. A client that did not return these weights is None in w_s."""
+    returned = {i: weights for i, weights in enumerate(w_s) if weights is not None}
     rows = {}
     for name, value in w.items():
-        moved = torch.stack([client[name] for _, client in returned]) if returned else value.new_zeros(0, *value.shape)
-        rows[name] = torch.sub(value, moved, out=moved).flatten(1)
-    return Deltas([i for i, _ in returned], rows)
+        copies = [weights[name] for weights in returned.values()]
+        rows[name] = _moves(value, copies)
+    return Deltas(list(returned), rows)
+
+
+def _moves(value: Tensor, copies: list[Tensor]) -> Tensor:
+    """A tensor minus each client's copy of it, flattened: [...], M times [...] -> [M, P]."""
+    if not copies:
+        return value.new_zeros(0, *value.shape).flatten(1)
+    stacked = torch.stack(copies)
+    # in place: the rows are as large as all clients' weights together
+    return torch.sub(value, stacked, out=stacked).flatten(1)
 
 
 def mean_delta(w: Mapping[str, Tensor], moved: Deltas, p_s: Tensor) -> Params:
-    """Delta_k = sum_s p(s|z=k) (w_k - w_{s,k}), tensor by tensor; p_s over the whole cohort [S']."""
-    return {name: (p_s[moved.members].to(rows.dtype) @ rows).view_as(w[name]) for name, rows in moved.tensors.items()}
+    """Delta_k = sum_s p(s|z=k) (w_k - w_{s,k}), tensor by tensor; p_s is over the whole cohort [S']."""
+    p_members = p_s[moved.members]
+    mean = {}
+    for name, rows in moved.tensors.items():
+        weighted = p_members.to(rows.dtype) @ rows
+        mean[name] = weighted.view_as(w[name])
+    return mean

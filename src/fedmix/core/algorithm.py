@@ -1,4 +1,11 @@
-"""A method brought to life: everything that engines, runs and readers of runs need of it, derived from its page."""
+"""A method at work: everything that engines, runs and readers of runs need of it, derived from its page.
+
+algorithm = Algorithm("fedavg", setup, method, seed=0)
+state = algorithm.init(0)
+message = algorithm.broadcast(state, s)
+reply, private = algorithm.client_update(message, algorithm.new_client(0, s), data, rng, None)
+state, diagnosis = algorithm.server_update(state, [Reply(s, reply)])
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +24,15 @@ from fedmix.core.types import Diagnosis, Examples, Message, Private, Reply
 from fedmix.errors import ModelError, SettingError, StepError
 from fedmix.rng import Stream, stream
 
-PARTING_NOISE = 0.1  # of each tensor's standard deviation: experts that start equal would never part
+# A share of each tensor's standard deviation: experts that start equal would never part without noise.
+PARTING_NOISE = 0.1
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """One method for one model, federation and seed.
 
-    A message is what crosses the wire, a private state what a client keeps. `name` is what errors and files call it.
+    A message is what crosses the wire, a private state is what a client keeps. Errors and files call the method `name`.
     """
 
     name: str
@@ -34,19 +42,33 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         self.layout.refuse_equal_names(sorted({*self.method.reply, *self.method.sends(self.method.init())}))
-        both = sorted(self.method.reply.keys() & {*self.layout.private, *self.client.own_names})
+        self._refuse_private_names_in_replies()
+        self._refuse_noise_on_unbounded_fields()
+        if self.layout.experts and self.method.weigh not in self.method.reply:
+            raise ModelError(f"{self.name}: a method with experts must name the field of its reply that weighs them.")
+        self._refuse_sums_where_clients_are_needed()
+
+    def _refuse_private_names_in_replies(self) -> None:
+        private_names = {*self.layout.private, *self.client.own_names}
+        both = sorted(self.method.reply.keys() & private_names)
         if both:
             raise ModelError(
                 f"{self.name}: {both[0]!r} must be the name of what is private or of what is sent, not of both."
             )
-        free = [name for name, declared in self.method.reply.items() if declared.kind != "simplex"]
-        if free and self.setup.privacy.noise:
+
+    def _refuse_noise_on_unbounded_fields(self) -> None:
+        """Noise is a multiple of how far apart two clients' answers can be, which is known of distributions alone."""
+        unbounded = [name for name, declared in self.method.reply.items() if declared.kind != "simplex"]
+        if unbounded and self.setup.privacy.noise:
             raise SettingError(
-                f"privacy.noise must be 0 with {self.name}: it sends {free[0]!r}, which has no bound that noise could hide."
+                f"privacy.noise must be 0 with {self.name}: it sends {unbounded[0]!r}, which has no bound that noise "
+                "could hide."
             )
-        if self.layout.experts and self.method.weigh not in self.method.reply:
-            raise ModelError(f"{self.name}: a method with experts must name the field of its reply that weighs them.")
-        why = self.method.needs_clients or ("clients are sent different experts" if self.method.select else None)
+
+    def _refuse_sums_where_clients_are_needed(self) -> None:
+        why = self.method.needs_clients
+        if not why and self.method.select:
+            why = "clients are sent different experts"
         if why and self.setup.server.aggregation == "linear":
             raise SettingError(f"server.aggregation must be 'clients' with {self.name}: {why}. Got 'linear' instead.")
 
@@ -59,23 +81,25 @@ class Algorithm:
 
     @cached_property
     def client(self) -> ClientSide:
+        """What clients do with this method."""
         frozen = self.layout.pick(self._drawn[0], "frozen")
         return ClientSide(self.name, self.setup, self.method, self.layout, frozen)
 
     @cached_property
     def server(self) -> ServerSide:
+        """What the server does with this method."""
         return ServerSide(self.setup, self.method, self.layout)
 
     # -- before training -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _drawn(self) -> tuple[Params, ...]:
-        """The K models that the run of this seed starts from, drawn once: server, clients and checkpoints ask for them."""
+        """The K models that the run starts from, drawn once: the server, the clients and checkpoints ask for them."""
         return self._draw(self.seed)
 
     def _draw(self, seed: int) -> tuple[Params, ...]:
-        model = self.setup.model
-        return tuple(model.init(stream(seed, "init", "expert", k)) for k in range(max(self.layout.experts, 1)))
+        streams = [stream(seed, "init", "expert", k) for k in range(max(self.layout.experts, 1))]
+        return tuple(self.setup.model.init(rng) for rng in streams)
 
     def init(self, seed: int) -> State:
         """The server's state before round 1."""
@@ -90,21 +114,24 @@ class Algorithm:
         return tuple(self.layout.pick(w, "expert") for w in drawn[: self.layout.experts])
 
     def starts_equal(self) -> bool:
-        """Whether experts would start from the same weights, and so are given a little noise."""
+        """Whether experts would start from the same weights, and so need a little noise."""
         return _all_equal(self._experts_of(self._drawn))
 
     def _state(self, shared: Params, experts: tuple[Params, ...]) -> State:
         optimizer = server_optimizer(self.setup.server)
-        opts = tuple(optimizer.init(w) for w in experts)
-        return State(0, shared, optimizer.init(shared) if shared else {}, experts, opts, self.method.init())
+        shared_opt = optimizer.init(shared) if shared else {}
+        expert_opts = tuple(optimizer.init(w) for w in experts)
+        return State(0, shared, shared_opt, experts, expert_opts, self.method.init())
 
     def new_client(self, seed: int, client: int | None = None) -> Private:
         """The private state that a client starts from: the same for all, unless the method starts them apart."""
-        counts = {LABELS: torch.zeros(self.setup.model.classes)} if self.setup.training.label_counts else {}
-        if not self.keeps_something:
-            return counts
-        drawn = self._first_model(seed, client)
-        return {**self.layout.pick(drawn, "private"), **self.method.own(drawn), **counts}
+        private: Private = {}
+        if self.keeps_something:
+            drawn = self._first_model(seed, client)
+            private = {**self.layout.pick(drawn, "private"), **self.method.own(drawn)}
+        if self.setup.training.label_counts:
+            private[LABELS] = torch.zeros(self.setup.model.classes)
+        return private
 
     def _first_model(self, seed: int, client: int | None) -> Params:
         """The model whose private layers a client starts from."""
@@ -118,49 +145,63 @@ class Algorithm:
         names = flatten(template)
         older = {f"extras.{name}": value for name, value in flat.items() if f"extras.{name}" in names}
         state = unflatten(template, {**older, **flat})
-        return replace(state, once=subtree(flat, "once") or self._once(self._frozen_of_before(flat), {}))
+        once = subtree(flat, "once") or self._once(self._frozen_of_before(flat), {})
+        return replace(state, once=once)
 
     def _frozen_of_before(self, flat: Mapping[str, Tensor]) -> Params:
         """Frozen tensors of a checkpoint of schema 1, which had them in the model or in every expert."""
-        found: Params = {}
+        frozen: Params = {}
         for name in self.layout.frozen:
-            copies = [flat[key] for key in (f"shared.{name}", *self._expert_keys(name)) if key in flat]
-            if any(not torch.equal(copies[0], other) for other in copies[1:]):
+            copies = self._copies_of_before(name, flat)
+            if not copies:
+                continue
+            if not all(torch.equal(copies[0], other) for other in copies[1:]):
                 raise ValueError(f"{name} is frozen and differs between experts, as older versions drew it; train anew")
-            found |= {name: copies[0]} if copies else {}
-        return found
+            frozen[name] = copies[0]
+        return frozen
 
-    def _expert_keys(self, name: str) -> list[str]:
-        return [f"experts.{k}.{name}" for k in range(self.layout.experts)]
+    def _copies_of_before(self, name: str, flat: Mapping[str, Tensor]) -> list[Tensor]:
+        of_experts = [f"experts.{k}.{name}" for k in range(self.layout.experts)]
+        return [flat[key] for key in (f"shared.{name}", *of_experts) if key in flat]
 
     def warm_start(self, state: State, models: Sequence[Params], rng: Stream) -> State:
-        """Weights of another run's models: one for each expert, or one for all, which then part by a little noise.
+        """A state with weights of another run's models: one for each expert, or one for all, parted by a little noise.
 
-        Private layers come along: clients are sent them once, and start from there. So are frozen tensors that differ.
+        Private layers come along: clients are sent them once, and start from there. Frozen tensors that differ do, too.
         """
-        layout, wanted = self.layout, max(self.layout.experts, 1)
-        if len(models) not in (1, wanted):
+        self._refuse_other_number_of_models(len(models))
+        first = models[0]
+        _refuse_other_model(first, self.setup.model.shapes, self.layout)
+        return replace(
+            state,
+            shared=_copied(self.layout.pick(first, "shared")),
+            experts=tuple(map(_copied, self._experts_from(models, rng))),
+            once=self._once(self.layout.pick(first, "frozen"), self._private_of(first)),
+        )
+
+    def _refuse_other_number_of_models(self, given: int) -> None:
+        wanted = max(self.layout.experts, 1)
+        if given not in (1, wanted):
             raise SettingError(
                 f"a warm start of {self.name} needs {' or '.join(map(str, sorted({1, wanted})))} models. "
-                f"The other run has {len(models)}."
+                f"The other run has {given}."
             )
-        _refuse_other_model(models[0], self.setup.model.shapes, layout)
-        experts = tuple(layout.pick(w, "expert") for w in models) if layout.experts else ()
-        if len(models) == 1 < layout.experts:
-            experts = _parted(experts * layout.experts, rng)
-        copied = replace(
-            state,
-            shared={name: w.clone() for name, w in layout.pick(models[0], "shared").items()},
-            experts=tuple({name: w.clone() for name, w in expert.items()} for expert in experts),
-        )
-        return replace(copied, once=self._once(layout.pick(models[0], "frozen"), self._private_of(models[0])))
+
+    def _experts_from(self, models: Sequence[Params], rng: Stream) -> tuple[Params, ...]:
+        """An expert from each model, or all of them from the only one."""
+        if not self.layout.experts:
+            return ()
+        experts = tuple(self.layout.pick(w, "expert") for w in models)
+        if len(models) == 1 < self.layout.experts:
+            return _parted(experts * self.layout.experts, rng)
+        return experts
 
     def _private_of(self, model: Params) -> Params:
         return {name: model[name] for name in self.layout.private if name in model}
 
     def _once(self, frozen: Params, start: Params) -> Params:
         """What each client is sent once: frozen tensors that it cannot make itself, private layers to start from."""
-        if all(torch.equal(value, self.client.frozen[name]) for name, value in frozen.items()):
+        if self._clients_can_make(frozen):
             frozen = {}
         if not frozen and not start:
             return {}
@@ -170,31 +211,41 @@ class Algorithm:
         delivered = torch.zeros(self.setup.clients, dtype=torch.bool)
         return once | {"delivered": delivered, "digest": torch.tensor(digest)}
 
+    def _clients_can_make(self, frozen: Params) -> bool:
+        return all(torch.equal(value, self.client.frozen[name]) for name, value in frozen.items())
+
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def broadcast(self, state: State, s: int | None) -> Message:
         """What client s is sent; None: everything, for an evaluation at the server."""
-        chosen = list(range(self.layout.experts))
-        if s is not None and self.method.select is not None:
+        if s is None or self.method.select is None:
+            chosen = list(range(self.layout.experts))
+        else:
             chosen = self.method.select(state.extras, s)
-        return self._message(state, {k: state.experts[k] for k in chosen}, self.method.sends(state.extras), s)
+        experts = {k: state.experts[k] for k in chosen}
+        return self._message(state, experts, self.method.sends(state.extras), s)
 
     def newcomer(self, state: State, known: bool) -> Message:
-        """What a client is sent that never took part. known: whether training knows its values of c."""
-        everybody = dict(enumerate(state.experts))
+        """What a client that never took part is sent. known: whether its values of c occurred in training."""
+        all_experts = dict(enumerate(state.experts))
         sent = self.method.sends(state.extras)
         if self.method.newcomer is not None:
             sent = sent | self.method.newcomer(state.extras, known)
-        return self._message(state, everybody, sent, None)
+        return self._message(state, all_experts, sent, None)
 
     def _message(self, state: State, experts: Mapping[int, Params], sent: Params, s: int | None) -> Message:
-        once = {name: value for name, value in state.once.items() if name.startswith((START, FROZEN))}
-        if s is not None and once and bool(state.once["delivered"][s]):
-            once = {}
         numbers: dict[str, float] = {"round": state.round + 1}
         if self.layout.frozen:
             numbers[DIGEST] = int(state.once["digest"]) if state.once else self.client.own_digest
-        return Message({**self.layout.pack(state.shared, experts), **sent, **once}, numbers)
+        weights = self.layout.pack(state.shared, experts)
+        return Message({**weights, **sent, **self._once_for(state, s)}, numbers)
+
+    def _once_for(self, state: State, s: int | None) -> Params:
+        """What clients are sent once, unless client s has had it already."""
+        once = {name: value for name, value in state.once.items() if name.startswith((START, FROZEN))}
+        if s is not None and once and bool(state.once["delivered"][s]):
+            return {}
+        return once
 
     def client_update(
         self, message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
@@ -232,7 +283,7 @@ class Algorithm:
 
     @property
     def noisy_parts(self) -> int:
-        """How many things of an answer get noise: its weights together, and each field."""
+        """How many things in an answer get noise: its weights together, and each field."""
         weights = bool(self.layout.shared or self.layout.expert)
         return weights + len(self.method.reply)
 
@@ -241,37 +292,35 @@ class Algorithm:
     def predict(self, message: Message, private: Private, x: Tensor) -> Tensor:
         """log p(y|x, s) [B, classes] with the weights of a message or a reply."""
         parts = self.client.parts(message, private)
-        return self.method.combine(*self._outputs(parts, x), self._own(private), parts.held)
+        logits, features = self._outputs(parts, x)
+        return self.method.combine(logits, features, self.client.beside(private), parts.held)
 
     def predict_with_bound(
         self, message: Message, private: Private, x: Tensor, y: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, and the method's objective of each point [B] where it has one to report."""
-        parts, own = self.client.parts(message, private), self._own(private)
+        """log p(y|x, s) [B, classes], and the method's objective of each point [B] where it has one to report."""
+        parts, beside = self.client.parts(message, private), self.client.beside(private)
         logits, features = self._outputs(parts, x)
-        log_p = self.method.combine(logits, features, own, parts.held)
+        log_p = self.method.combine(logits, features, beside, parts.held)
         if self.method.bound is None:
             return log_p, None
-        return log_p, self.method.bound(logits, features, own, message.tensors, y, c, parts.held)
+        return log_p, self.method.bound(logits, features, beside, message.tensors, y, c, parts.held)
 
     def _outputs(self, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self.setup.model.apply_all(self.method.models(parts), x, training=False)
         return with_labels(parts, logits), features
 
-    def _own(self, private: Private) -> Params:
-        return self.client.beside(private)
-
     def predict_anonymous(self, message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Tensor:
         """log p(y|x) without client identity; log_p_s: log p(s) [S] or log p(s|x) [B, S]."""
+        if not self.predicts_anonymously:
+            raise ModelError(f"{self.name} has no predictions without client identity.")
         if self.method.anonymous is None:
-            if not self.predicts_anonymously:
-                raise ModelError(f"{self.name} has no predictions without client identity.")
             return self.predict(message, {}, x)
         return self.method.anonymous.predict(self.client.parts(message, {}), privates, log_p_s, x)
 
     @property
     def uses_private(self) -> bool:
-        """Whether predictions without identity need anything private: if not, clients hand nothing over for them."""
+        """Whether predictions without identity need anything private. If not, clients hand nothing over for them."""
         if self.method.anonymous is not None and not self.method.anonymous.private:
             return False
         return self.keeps_something
@@ -287,7 +336,8 @@ class Algorithm:
 
     def hand_over(self, private: Private) -> Private:
         """The part of a private state that predictions without identity need."""
-        return self.method.hand_over({name: value for name, value in private.items() if not name.startswith(".")})
+        of_method = {name: value for name, value in private.items() if not name.startswith(".")}
+        return self.method.hand_over(of_method)
 
     @property
     def counts_labels(self) -> bool:
@@ -312,7 +362,7 @@ class Algorithm:
         return self.method.anonymous is not None and self.method.anonymous.distil is not None
 
     def distil(self, message: Message, privates: Sequence[Private], log_p_s: Tensor, x: Tensor) -> Private:
-        """One private state that does in place of all of them."""
+        """One private state in place of those of all clients."""
         distil = self.method.anonymous.distil if self.method.anonymous else None
         assert distil is not None
         return distil(self.client.parts(message, {}), privates, log_p_s, x)
@@ -323,7 +373,7 @@ class Algorithm:
         return self.method.describe(state.extras)
 
     def experts(self, state: State) -> tuple[Params, ...]:
-        """The models that are shared, each as a dict of parameters; private ones are missing."""
+        """The models that are shared, each as a dict of parameters in the model's order; private ones are missing."""
         alike = {**self.client.frozen, **subtree(state.once, FROZEN), **state.shared}
         models = [{**alike, **w} for w in state.experts] or [alike]
         order = list(self.layout.places)
@@ -339,24 +389,33 @@ def _all_equal(experts: Sequence[Params]) -> bool:
 
 
 def _parted(experts: Sequence[Params], rng: Stream) -> tuple[Params, ...]:
-    """Experts from equal weights, told apart by a little noise on what is trained."""
+    """Experts from equal weights, parted by a little noise on what is trained."""
     return tuple(_with_noise(w, rng.child("expert", k)) for k, w in enumerate(experts))
 
 
 def _with_noise(w: Params, rng: Stream) -> Params:
+    noisy = {}
     with rng.torch():
-        return {
-            name: value + PARTING_NOISE * value.std(correction=0) * torch.randn_like(value) for name, value in w.items()
-        }
+        for name, value in w.items():
+            std = value.std(correction=0)
+            noisy[name] = value + PARTING_NOISE * std * torch.randn_like(value)
+    return noisy
+
+
+def _copied(w: Params) -> Params:
+    return {name: value.clone() for name, value in w.items()}
 
 
 def _refuse_other_model(model: Params, wanted: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
     """The other run's model must have this one's parameters; private ones it may lack."""
     shapes = {name: tuple(value.shape) for name, value in model.items()}
-    needed = {name: shape for name, shape in wanted.items() if name in shapes or name not in layout.private}
-    if shapes != needed:
-        wrong = sorted(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
-        raise ModelError(
-            f"a warm start needs the same model. {', '.join(wrong[:3])} differ: "
-            f"{shapes.get(wrong[0], 'missing')} in the other run, {needed.get(wrong[0], 'not there')} here."
-        )
+    lacking = set(layout.private) - shapes.keys()
+    needed = {name: shape for name, shape in wanted.items() if name not in lacking}
+    if shapes == needed:
+        return
+    wrong = sorted({name for name, _ in shapes.items() ^ needed.items()})
+    first = wrong[0]
+    raise ModelError(
+        f"a warm start needs the same model. {', '.join(wrong[:3])} differ: "
+        f"{shapes.get(first, 'missing')} in the other run, {needed.get(first, 'not there')} here."
+    )

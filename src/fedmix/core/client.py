@@ -1,17 +1,28 @@
-"""The client's side of any method, derived from it: training alone or side by side, adapting, what leaves the client."""
+"""The client's side of any method, derived from it: training alone or in a group, adapting, what leaves the client."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedmix.core import guard, privacy
-from fedmix.core.method import LABELS, Answer, Arrival, Departure, Fixed, Loss, Method, Parts, Setup
+from fedmix.core.method import (
+    LABELS,
+    Answer,
+    Arrival,
+    Departure,
+    Fixed,
+    Loss,
+    Method,
+    Parts,
+    Setup,
+    weights_and_fields,
+)
 from fedmix.core.objective import label_offset
 from fedmix.core.optim import rate_factor, sgd
-from fedmix.core.placement import Layout, digest_of
+from fedmix.core.placement import Layout, digest_of, wire_name
 from fedmix.core.training import (
     Batch,
     Carry,
@@ -30,10 +41,9 @@ from fedmix.errors import ModelError, StepError
 from fedmix.rng import Stream, stream
 
 # Names that begin with a dot are the house's own: no parameter of a module has such a name.
-START, FROZEN = ".start", ".frozen"  # before names of tensors that a client is sent once
-STARTED = ".started"  # of a private state: it has gone on from what it was sent to start from
-DIGEST = "frozen"  # of a message's numbers: which frozen tensors it is about
-
+START, FROZEN = ".start", ".frozen"  # prefixes of tensors that a client is sent once
+STARTED = ".started"  # in a private state: it has gone on from what it was sent to start from
+DIGEST = "frozen"  # among a message's numbers: which frozen tensors it is about
 
 CPU = torch.device("cpu")
 
@@ -51,22 +61,27 @@ class ClientSide:
     # -- what a client has ---------------------------------------------------------------------------------------------
 
     def parts(self, message: Message, private: Mapping[str, Tensor]) -> Parts:
-        """A message and a private state, by place."""
-        found = self.layout.unpack(message.tensors)
-        device = next((value.device for value in (*message.tensors.values(), *private.values())), CPU)
-        frozen = self.frozen | subtree(private, FROZEN) | subtree(found.beside, FROZEN)
-        start = {} if STARTED in private else subtree(found.beside, START)
+        """The tensors of a message and of a private state, by place."""
+        unpacked = self.layout.unpack(message.tensors)
+        frozen = self.frozen | subtree(private, FROZEN) | subtree(unpacked.beside, FROZEN)
         beside = self.beside(private)
         return Parts(
-            shared=found.shared,
-            experts=found.experts,
-            private=self.layout.pick({**private, **start}, "private") if self._holds_private(private) else start,
-            frozen=placed(frozen, device),
+            shared=unpacked.shared,
+            experts=unpacked.experts,
+            private=self._private_weights(private, unpacked.beside),
+            frozen=placed(frozen, _device_of(message, private)),
             own={name: value for name, value in beside.items() if self.method.trains(name)},
             kept={name: value for name, value in beside.items() if not self.method.trains(name)},
             labels={LABELS: private[LABELS]} if LABELS in private else {},
             stacked={},
         )
+
+    def _private_weights(self, private: Mapping[str, Tensor], sent: Params) -> Params:
+        """Private layers: the client's, or until it has started from them, those that it is sent."""
+        start = {} if STARTED in private else subtree(sent, START)
+        if not self._holds_private(private):
+            return start
+        return self.layout.pick({**private, **start}, "private")
 
     def _holds_private(self, private: Mapping[str, Tensor]) -> bool:
         return all(name in private for name in self.layout.private)
@@ -77,9 +92,9 @@ class ClientSide:
         return {name: value for name, value in private.items() if name not in weights and not name.startswith(".")}
 
     def _refuse_other_frozen(self, message: Message, private: Mapping[str, Tensor]) -> None:
-        named = message.numbers.get(DIGEST)
+        wanted = message.numbers.get(DIGEST)
         frozen = self.frozen | subtree(private, FROZEN) | subtree(message.tensors, FROZEN)
-        if named is not None and int(named) != self._digest(frozen):
+        if wanted is not None and int(wanted) != self._digest(frozen):
             raise ModelError(
                 "the model's frozen weights must be the server's. They are not: what builds the model must give the same "
                 "pretrained weights everywhere."
@@ -92,42 +107,45 @@ class ClientSide:
 
     @cached_property
     def own_digest(self) -> int:
-        """Of the frozen tensors that a client can make itself, and of the module's buffers."""
+        """The digest of the frozen tensors that a client can make itself, and of the module's buffers."""
         return digest_of({**self.setup.model.buffers, **self.frozen})
 
     @cached_property
     def own_names(self) -> frozenset[str]:
-        """What the method keeps at a client beside weights."""
+        """The names of what the method keeps at a client beside weights."""
         return frozenset(self.method.own(self.setup.model.template))
 
     def own_labels(self, y: Tensor) -> Private:
-        """training.label_counts: a client's label counts in front of what is shared, which then learns p(y|x) of labels in
-        equal shares (in a loss: Menon et al., 2021). Private state; zeros, where nothing is known, change nothing."""
+        """What a client's labels add to its logits (training.label_counts), or nothing.
+
+        What is shared then learns p(y|x) as if labels were equally frequent (in a loss: Menon et al., 2021). The counts
+        are private state. Zeros, where nothing is known, change nothing.
+        """
         if not self.setup.training.label_counts:
             return {}
         counts = torch.bincount(y, minlength=self.setup.model.classes).to(torch.float32)
-        return {LABELS: label_offset(counts, torch.full_like(counts, 1 / self.setup.model.classes))}
+        equal_shares = torch.full_like(counts, 1 / self.setup.model.classes)
+        return {LABELS: label_offset(counts, equal_shares)}
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def update(
         self, message: Message, private: Private, data: Examples, rng: Stream, epochs: int | None
     ) -> tuple[Message, Private]:
-        """One client alone. epochs None: the recipe's own number, and its schedule of rates."""
+        """Train one client alone. epochs None: the recipe's number, and its schedule of rates."""
         return self._train(message, private, data, rng, epochs, everything)
 
     def adapt(
         self, message: Message, private: Private, data: Examples, rng: Stream, epochs: int
     ) -> tuple[Message, Private]:
-        """Private parts alone, on labelled points of a client that never took part; what is shared stays as it is."""
+        """Train private parts alone, on labelled points of a client that never took part; what is shared stays."""
         if not self.layout.private and not self.own_names:
             return message, self.own_labels(data.y)
         reply, after = self._train(message, private, data, rng, epochs, private_alone)
-        moved: dict[str, Tensor] = {
-            field.moved_from: reply.tensors[name]
-            for name, field in self.method.reply.items()
-            if field.moved_from and name in reply.tensors
-        }
+        moved: Params = {}
+        for name, declared in self.method.reply.items():
+            if declared.moved_from and name in reply.tensors:
+                moved[declared.moved_from] = reply.tensors[name]
         return Message({**message.tensors, **moved}, message.numbers), after
 
     def _train(
@@ -142,7 +160,7 @@ class ClientSide:
         arrival = self._arrive(message, private, data, rng)
         schedule = self._schedule(arrival.round, epochs)
         if self.method.train is not None:
-            return self._in_phases(arrival, schedule, trains, fixed_epochs=epochs is not None)
+            return self._in_phases(arrival, _Phases(arrival, schedule, trains, epochs is not None))
         fixed, carry = self.method.prepare(arrival)
 
         def loss_of(params: Mapping[str, Tensor], batch: Batch, carry: Carry) -> tuple[Tensor, Tensor | float, Carry]:
@@ -150,47 +168,15 @@ class ClientSide:
 
         trained = train_client(to_flat(arrival.parts), carry, loss_of, data, schedule, rng, trains)
         parts = from_flat(trained.params, arrival.parts)
-        return self._leave(arrival, Departure(parts, arrival.sent, fixed, trained.carry, data), trained.loss)
+        departure = Departure(parts, arrival.sent, fixed, trained.carry, data)
+        return self._leave(arrival, departure, trained.loss)
 
-    def _in_phases(
-        self, arrival: Arrival, schedule: Schedule, trains: Callable[[str], bool], fixed_epochs: bool
-    ) -> tuple[Message, Private]:
-        """The method's own programme. What it calls to train something is the same loop as everybody's (`method.Fit`).
-
-        fixed_epochs: whoever fine-tunes or adapts has said how many there are.
-        """
+    def _in_phases(self, arrival: Arrival, phases: "_Phases") -> tuple[Message, Private]:
+        """The method's own programme in place of the loop."""
         assert self.method.train is not None
-        losses: list[float] = []
-
-        def fit(
-            parts: Parts,
-            loss: Loss,
-            fixed: Fixed | None = None,
-            carry: Carry = None,
-            only: Callable[[str], bool] = everything,
-            epochs: int | None = None,
-            phase: str = "",
-        ) -> tuple[Parts, Carry]:
-            flat = to_flat(parts)
-            if not any(map(only, flat)):
-                raise ModelError(f"a phase must train something. `only` takes none of {', '.join(list(flat)[:5])}, ...")
-            recipes = epochs is None or fixed_epochs
-            passes = schedule.passes if recipes else replace(schedule.passes, epochs=epochs or 1)
-            rng = arrival.rng.child(phase) if phase else arrival.rng
-            trained = train_client(
-                flat,
-                carry if carry is not None else {},
-                lambda params, batch, carry: loss(from_flat(params, parts), fixed or {}, batch, carry),
-                arrival.data,
-                replace(schedule, passes=passes),
-                rng,
-                lambda name: trains(name) and only(name),
-            )
-            losses.append(trained.loss)
-            return from_flat(trained.params, parts), trained.carry
-
-        departure = self.method.train(fit, arrival)
-        return self._leave(arrival, departure, losses[-1] if losses else 0.0)
+        departure = self.method.train(phases, arrival)
+        loss = phases.losses[-1] if phases.losses else 0.0
+        return self._leave(arrival, departure, loss)
 
     def _arrive(self, message: Message, private: Private, data: Examples, rng: Stream) -> Arrival:
         self._refuse_other_frozen(message, private)
@@ -198,20 +184,27 @@ class ClientSide:
         beside = self.layout.unpack(message.tensors).beside
         sent = {name: value for name, value in beside.items() if not name.startswith(".")}
         once = {name: value for name, value in beside.items() if name.startswith((START, FROZEN))}
-        t = int(message.numbers["round"])
         return Arrival(
-            self.parts(message, known), sent, self.beside(private), data, t, rng, self._to_keep(private, once)
+            parts=self.parts(message, known),
+            sent=sent,
+            private=self.beside(private),
+            data=data,
+            round=int(message.numbers["round"]),
+            rng=rng,
+            house=self._to_keep(private, once),
         )
 
     def _to_keep(self, private: Private, once: Params) -> Params:
         """What a client keeps of what it is sent once: frozen tensors, and that it has started from there."""
         kept = {name: value for name, value in {**private, **once}.items() if name.startswith(FROZEN)}
         started = STARTED in private or any(name.startswith(START) for name in once)
-        return kept | ({STARTED: torch.ones(())} if started else {})
+        if started:
+            kept[STARTED] = torch.ones(())
+        return kept
 
     def _schedule(self, t: int, epochs: int | None) -> Schedule:
         training = self.setup.training
-        # fine-tuning has no schedule of rates
+        # Fine-tuning, which says how many epochs there are, has no schedule of rates.
         factor = rate_factor(training.schedule, t, self.setup.rounds) if epochs is None else 1.0
         optimizer = sgd(training.client_lr, training.momentum, training.weight_decay)
         return Schedule(optimizer, factor, training.passes(epochs))
@@ -233,12 +226,13 @@ class ClientSide:
             raise ModelError(f"{self.name}: what a client keeps must be of its `own`. {strange[0]!r} is not.")
         if answer.experts is None:
             return
-        noisy, linear = self.setup.privacy.noise > 0, self.setup.server.aggregation == "linear"
-        if noisy or linear:
-            why = (
-                "which of them come back would tell what the noise is to hide" if noisy else "sums are over all of them"
-            )
-            raise ModelError(f"{self.name}: a client must send all experts back with this recipe: {why}.")
+        if self.setup.privacy.noise > 0:
+            why = "which of them come back would tell what the noise is to hide"
+        elif self.setup.server.aggregation == "linear":
+            why = "sums are over all of them"
+        else:
+            return
+        raise ModelError(f"{self.name}: a client must send all experts back with this recipe: {why}.")
 
     # -- side by side --------------------------------------------------------------------------------------------------
 
@@ -250,19 +244,26 @@ class ClientSide:
         rngs: Sequence[Stream],
         epochs: int | None,
     ) -> list[tuple[Message, Private] | StepError]:
-        """Several clients at once, each as it would be alone up to rounding; an error where a client's training failed."""
-        arrivals = [self._arrive(*own) for own in zip(messages, privates, data, rngs, strict=True)]
+        """Train several clients at once, each as it would be alone up to rounding. Where training failed there is an error."""
+        clients = zip(messages, privates, data, rngs, strict=True)
+        arrivals = [self._arrive(*client) for client in clients]
         prepared = [self.method.prepare(arrival) for arrival in arrivals]
-        trained = self._fit_group(arrivals, prepared, self._schedule(arrivals[0].round, epochs), rngs)
-        outcomes: list[tuple[Message, Private] | StepError] = []
-        for arrival, (fixed, _), found in zip(arrivals, prepared, trained, strict=True):
-            if isinstance(found, StepError):
-                outcomes.append(found)
-                continue
-            parts = from_flat(_unstacked(found.params, arrival.parts.held), arrival.parts)
-            departure = Departure(parts, arrival.sent, fixed, found.carry, arrival.data)
-            outcomes.append(self._leave(arrival, departure, found.loss))
-        return outcomes
+        schedule = self._schedule(arrivals[0].round, epochs)
+        outcomes = self._fit_group(arrivals, prepared, schedule, rngs)
+        return [
+            self._leave_group(arrival, fixed, outcome)
+            for arrival, (fixed, _), outcome in zip(arrivals, prepared, outcomes, strict=True)
+        ]
+
+    def _leave_group(
+        self, arrival: Arrival, fixed: Fixed, outcome: Trained | StepError
+    ) -> tuple[Message, Private] | StepError:
+        """`_leave` for one client of a group."""
+        if isinstance(outcome, StepError):
+            return outcome
+        parts = from_flat(_unstacked(outcome.params, arrival.parts.held), arrival.parts)
+        departure = Departure(parts, arrival.sent, fixed, outcome.carry, arrival.data)
+        return self._leave(arrival, departure, outcome.loss)
 
     def _fit_group(
         self,
@@ -279,31 +280,33 @@ class ClientSide:
     def _stacked(
         self, arrivals: Sequence[Arrival], prepared: Sequence[tuple[Fixed, Carry]]
     ) -> tuple[Params, Fixed, Carry]:
-        """Everybody's tensors as one each: weights [G, ...] and, of experts, [G, K, ...]."""
-        params = stack_trees([_with_stacked_experts(to_flat(arrival.parts), arrival.parts) for arrival in arrivals])
-        constant = [
-            fixed | {LABELS: arrival.parts.labels} for arrival, (fixed, _) in zip(arrivals, prepared, strict=True)
-        ]
-        return params, stack_trees(constant), stack_trees([carry for _, carry in prepared])
+        """The tensors of all clients as one each: weights [G, ...], and [G, K, ...] where they are experts'."""
+        params = [_with_stacked_experts(to_flat(arrival.parts), arrival.parts) for arrival in arrivals]
+        fixed, carry = [], []
+        for arrival, (fixed_of_client, carry_of_client) in zip(arrivals, prepared, strict=True):
+            fixed.append(fixed_of_client | {LABELS: arrival.parts.labels})
+            carry.append(carry_of_client)
+        return stack_trees(params), stack_trees(fixed), stack_trees(carry)
 
     def _group_losses(self, like: Parts, clients: int, params: Params, fixed: Fixed, carry: Carry) -> GroupLosses:
         """The loss of all clients of a group: vectorised, or as it is where it takes a dimension for them."""
+        takes_groups = self.method.takes_groups
 
         def loss_of(
             params: Mapping[str, Tensor], fixed: Fixed, batch: Batch, carry: Carry
         ) -> tuple[Tensor, Tensor | float, Carry]:
-            own = {name: value for name, value in fixed.items() if name != LABELS}
+            of_method = {name: value for name, value in fixed.items() if name != LABELS}
             parts = from_flat(params, like)._replace(
                 labels=fixed[LABELS],
                 stacked=subtree(params, "stacked"),
                 experts={k: {} for k in like.experts},
-                group=clients if self.method.takes_groups else 0,
+                group=clients if takes_groups else 0,
             )
-            return self.method.loss(parts, own, batch, carry)
+            return self.method.loss(parts, of_method, batch, carry)
 
-        return (
-            with_leading_dimension(loss_of) if self.method.takes_groups else Vectorised(loss_of, params, fixed, carry)
-        )
+        if takes_groups:
+            return with_leading_dimension(loss_of)
+        return Vectorised(loss_of, params, fixed, carry)
 
     @cached_property
     def one_by_one(self) -> str | None:
@@ -314,38 +317,63 @@ class ClientSide:
         return self.method.ungroupable or different or self.setup.model.ungroupable or self._differs_side_by_side()
 
     def _differs_side_by_side(self) -> str | None:
-        """Two made-up clients, one of whose mini-batches is filled up: the loss alone against the loss side by side."""
+        """Why a group would not give what each client gives alone, or None.
+
+        It is tried out on two made-up clients, one of whose mini-batches is filled up.
+        """
         arrivals = self._made_up_clients()
         prepared = [self.method.prepare(arrival) for arrival in arrivals]
-        for _, carry in prepared:
-            if not only_tensors(carry):
-                return "what its steps carry is not made of tensors alone"
-        alone = [self._first_loss(*both) for both in zip(arrivals, prepared, strict=True)]
-        if any(
-            carried.keys() != tensors_of(carry).keys() for (_, carried), (_, carry) in zip(alone, prepared, strict=True)
-        ):
-            return "what its steps carry changes its form"
+        if not all(only_tensors(carry) for _, carry in prepared):
+            return "what its steps carry is not made of tensors alone"
+        alone = [self._first_loss(*client) for client in zip(arrivals, prepared, strict=True)]
+        return self._cannot_be_grouped(arrivals, prepared, alone) or self._group_differs(arrivals, prepared, alone)
+
+    def _cannot_be_grouped(
+        self,
+        arrivals: Sequence[Arrival],
+        prepared: Sequence[tuple[Fixed, Carry]],
+        alone: Sequence[tuple[Tensor, Params]],
+    ) -> str | None:
+        """What is known without a group. alone: the loss of each client, and what it carries after a step."""
+        for (_, carried), (_, carry) in zip(alone, prepared, strict=True):
+            if carried.keys() != tensors_of(carry).keys():
+                return "what its steps carry changes its form"
         if self.setup.training.weight_decay and self._leaves_experts_out(arrivals[0], prepared[0]):
             return "experts that its loss leaves out would decay in a group"
+        return None
+
+    def _group_differs(
+        self,
+        arrivals: Sequence[Arrival],
+        prepared: Sequence[tuple[Fixed, Carry]],
+        alone: Sequence[tuple[Tensor, Params]],
+    ) -> str | None:
+        """The first step of the group against that of each client alone."""
         try:
-            params, fixed, carry = self._stacked(arrivals, prepared)
-            batch = _filled_batch([arrival.data for arrival in arrivals])
-            losses_of = self._group_losses(arrivals[0].parts, len(arrivals), params, fixed, carry)
-            losses, after = losses_of(params, fixed, batch, carry)
+            losses, carried = self._first_group_loss(arrivals, prepared)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             return f"its loss cannot be vectorised ({str(error).splitlines()[0][:120]})"
-        together = [(losses[g], {n: v[g] for n, v in tensors_of(after).items()}) for g in range(len(arrivals))]
-        for (loss, carried), (wanted, own) in zip(together, alone, strict=True):
-            same = torch.allclose(loss, wanted, rtol=1e-3, atol=1e-4)
-            if not same or not all(torch.allclose(carried[n], v, rtol=1e-3, atol=1e-4) for n, v in own.items()):
+        for g, (loss_alone, carried_alone) in enumerate(alone):
+            same_loss = _nearly_equal(losses[g], loss_alone)
+            if not same_loss or not all(_nearly_equal(carried[n][g], v) for n, v in carried_alone.items()):
                 return "points that only fill a group up would count in its loss"
         return None
+
+    def _first_group_loss(
+        self, arrivals: Sequence[Arrival], prepared: Sequence[tuple[Fixed, Carry]]
+    ) -> tuple[Tensor, Params]:
+        params, fixed, carry = self._stacked(arrivals, prepared)
+        batch = _filled_batch([arrival.data for arrival in arrivals])
+        losses_of = self._group_losses(arrivals[0].parts, len(arrivals), params, fixed, carry)
+        losses, after = losses_of(params, fixed, batch, carry)
+        return losses, tensors_of(after)
 
     def _leaves_experts_out(self, arrival: Arrival, prepared: tuple[Fixed, Carry]) -> bool:
         """Whether some expert gets no gradient at all, and so no step."""
         flat = {name: value.detach().requires_grad_() for name, value in to_flat(arrival.parts).items()}
         loss, _ = self._first_loss(arrival._replace(parts=from_flat(flat, arrival.parts)), prepared)
-        return any(g is None for g in torch.autograd.grad(loss, list(flat.values()), allow_unused=True))
+        grads = torch.autograd.grad(loss, list(flat.values()), allow_unused=True)
+        return any(g is None for g in grads)
 
     def _first_loss(self, arrival: Arrival, prepared: tuple[Fixed, Carry]) -> tuple[Tensor, Params]:
         fixed, carry = prepared
@@ -355,72 +383,136 @@ class ClientSide:
         return mean_loss(points, penalty, first.weight), tensors_of(after)
 
     def _made_up_clients(self) -> list[Arrival]:
-        """Clients of two points and of one, with weights apart from each other and from zero."""
-        setup, arrivals = self.setup, []
-        for g, size in enumerate((2, 1)):
-            rng = stream(0, "probe", g)
-            drawn = [setup.model.init(rng.child(k)) for k in range(max(self.layout.experts, 1))]
-            experts = {k: self.layout.pick(w, "expert") for k, w in enumerate(drawn) if k < self.layout.experts}
-            tensors = self.layout.pack(self.layout.pick(drawn[0], "shared"), experts)
-            private = {**self.layout.pick(drawn[0], "private"), **self.method.own(drawn[0])}
-            x = setup.example[:1].expand(size, *setup.example.shape[1:]) * (1.0 if g else 0.5)
-            y = torch.arange(size) % setup.model.classes
-            data = Examples(x.to(setup.example.dtype), y, torch.arange(size) % setup.categories)
-            message = Message({**tensors, **self.method.sends(self.method.init())}, {"round": 1})
-            arrivals.append(self._arrive(message, private, data, rng))
-        return arrivals
+        """Clients with two points and with one, their weights apart from each other and from zero."""
+        return [self._made_up_client(g, size) for g, size in enumerate((2, 1))]
+
+    def _made_up_client(self, g: int, size: int) -> Arrival:
+        model, example = self.setup.model, self.setup.example
+        rng = stream(0, "probe", g)
+        drawn = [model.init(rng.child(k)) for k in range(max(self.layout.experts, 1))]
+        shared = self.layout.pick(drawn[0], "shared")
+        experts = {k: self.layout.pick(w, "expert") for k, w in enumerate(drawn[: self.layout.experts])}
+        sent = self.method.sends(self.method.init())
+        message = Message({**self.layout.pack(shared, experts), **sent}, {"round": 1})
+        private = {**self.layout.pick(drawn[0], "private"), **self.method.own(drawn[0])}
+        x = example[:1].expand(size, *example.shape[1:]) * (1.0 if g else 0.5)
+        y = torch.arange(size) % model.classes
+        c = torch.arange(size) % self.setup.categories
+        return self._arrive(message, private, Examples(x.to(example.dtype), y, c), rng)
 
     # -- what leaves a client ------------------------------------------------------------------------------------------
 
     def wrap(self, sent: Message, reply: Message, rng: Stream) -> Message:
-        """The reply as it crosses the wire: clipped, noisy, in a form of which only sums are needed, as the recipe says."""
+        """The reply as it crosses the wire, as the recipe says: clipped, noisy, or in a form of which only sums are needed."""
         protection = self.setup.privacy
-        weights = {name: w for name, w in reply.tensors.items() if name not in self.method.reply}
-        fields = {name: value for name, value in reply.tensors.items() if name in self.method.reply}
+        weights, fields = weights_and_fields(self.method, reply.tensors)
         if protection.clip:
             source = self._noise(rng)
             weights = privacy.noisy_weights(sent.tensors, weights, protection.clip, protection.noise, source)
         if protection.noise:
-            wrong = guard.off_simplex(fields)
-            if wrong:
-                raise ModelError(f"{self.name}: what noise is to protect must be distributions: {wrong}.")
-            for name, value in fields.items():
-                fields[name] = privacy.noisy_rows(value, protection.noise, self._noise(rng.child(name)))
+            fields = self._noisy_fields(fields, rng)
         if self.setup.server.aggregation == "linear":
-            weights, fields = self._for_sums(sent, reply.numbers["n"], weights, fields)
+            n = reply.numbers["n"]
+            weights = self._weights_for_sums(sent, n, weights, fields)
+            fields = self._fields_for_sums(sent, n, fields)
         return Message({**fields, **weights}, reply.numbers)
+
+    def _noisy_fields(self, fields: Params, rng: Stream) -> Params:
+        wrong = guard.off_simplex(fields)
+        if wrong:
+            raise ModelError(f"{self.name}: what noise is to protect must be distributions: {wrong}.")
+        noisy = {}
+        for name, value in fields.items():
+            noisy[name] = privacy.noisy_rows(value, self.setup.privacy.noise, self._noise(rng.child(name)))
+        return noisy
 
     def _noise(self, rng: Stream) -> privacy.Noise:
         """A client's noise comes from its own machine, or from the recipe's seed where a simulation asks for that."""
-        reproducible = self.setup.privacy.reproducible
-        return privacy.repeatable_noise(rng) if reproducible else privacy.noise_of_this_machine
+        if self.setup.privacy.reproducible:
+            return privacy.repeatable_noise(rng)
+        return privacy.noise_of_this_machine
 
-    def _for_sums(self, sent: Message, n: float, weights: Params, fields: Params) -> tuple[Params, Params]:
-        """N_s Delta_s, N_s q(z=k|s) Delta_{k,s}, and N_s times each field, or times how far it moved."""
-        found = self.layout.unpack(weights)
-        moved = {name: n * (sent.tensors[name] - w) for name, w in found.shared.items()}
-        for k, expert in found.experts.items():
+    def _weights_for_sums(self, sent: Message, n: float, weights: Params, fields: Params) -> Params:
+        """N_s Delta_s of what is shared, N_s q(z=k|s) Delta_{k,s} of experts."""
+        unpacked = self.layout.unpack(weights)
+        moved = {name: n * (sent.tensors[name] - w) for name, w in unpacked.shared.items()}
+        for k, expert in unpacked.experts.items():
             share = n * fields[self.method.weigh][k]
-            packed = self.layout.pack(found.shared, {k: expert})
-            moved |= {name: share * (sent.tensors[name] - w) for name, w in packed.items() if name not in found.shared}
+            for name in self.layout.expert:
+                on_the_wire = wire_name(k, name)
+                moved[on_the_wire] = share * (sent.tensors[on_the_wire] - expert[name])
+        return moved
+
+    def _fields_for_sums(self, sent: Message, n: float, fields: Params) -> Params:
+        """N_s times each field, or times how far it moved from what was sent."""
         summed = {}
         for name, value in fields.items():
             base = self.method.reply[name].moved_from
             summed[name] = n * (value - sent.tensors[base] if base else value)
-        return moved, summed
+        return summed
 
 
 def everything(name: str) -> bool:
-    """Of the loop's parameters, all are trained; frozen tensors are not among them."""
+    """All of the loop's parameters are trained; frozen tensors are not among them."""
     return True
 
 
 def private_alone(name: str) -> bool:
+    """Only what stays with the client is trained."""
     return name.startswith(("private.", "own."))
 
 
+@dataclass
+class _Phases:
+    """`method.Fit` for one client: the same loop as everybody's, once for each phase of a method's own programme.
+
+    fixed_epochs: whoever fine-tunes or adapts has said how many there are, whatever a phase asks for.
+    """
+
+    arrival: Arrival
+    schedule: Schedule
+    trains: Callable[[str], bool]
+    fixed_epochs: bool
+    losses: list[float] = field(default_factory=list)  # of the phases so far
+
+    def __call__(
+        self,
+        parts: Parts,
+        loss: Loss,
+        fixed: Fixed | None = None,
+        carry: Carry = None,
+        only: Callable[[str], bool] = everything,
+        epochs: int | None = None,
+        phase: str = "",
+    ) -> tuple[Parts, Carry]:
+        flat = to_flat(parts)
+        if not any(map(only, flat)):
+            raise ModelError(f"a phase must train something. `only` takes none of {', '.join(list(flat)[:5])}, ...")
+
+        def loss_of(params: Mapping[str, Tensor], batch: Batch, carry: Carry) -> tuple[Tensor, Tensor | float, Carry]:
+            return loss(from_flat(params, parts), fixed or {}, batch, carry)
+
+        def trains(name: str) -> bool:
+            return self.trains(name) and only(name)
+
+        carry = {} if carry is None else carry
+        schedule, rng = self._schedule(epochs), self._rng(phase)
+        trained = train_client(flat, carry, loss_of, self.arrival.data, schedule, rng, trains)
+        self.losses.append(trained.loss)
+        return from_flat(trained.params, parts), trained.carry
+
+    def _schedule(self, epochs: int | None) -> Schedule:
+        if epochs is None or self.fixed_epochs:
+            return self.schedule
+        passes = replace(self.schedule.passes, epochs=epochs or 1)
+        return replace(self.schedule, passes=passes)
+
+    def _rng(self, phase: str) -> Stream:
+        return self.arrival.rng.child(phase) if phase else self.arrival.rng
+
+
 def to_flat(parts: Parts) -> Params:
-    """What a loop may train, under names that say what each tensor is: shared.NAME, expert.K.NAME, private.NAME, own.NAME."""
+    """What a loop may train, named by what it is: shared.NAME, expert.K.NAME, private.NAME, own.NAME."""
     flat = {f"shared.{name}": w for name, w in parts.shared.items()}
     for k, expert in parts.experts.items():
         flat |= {f"expert.{k}.{name}": w for name, w in expert.items()}
@@ -431,26 +523,37 @@ def to_flat(parts: Parts) -> Params:
 def from_flat(flat: Mapping[str, Tensor], like: Parts) -> Parts:
     """Parts of the same form with other tensors."""
     return like._replace(
-        shared={name: flat[f"shared.{name}"] for name in like.shared},
-        experts={
-            k: {name: flat[f"expert.{k}.{name}"] for name in expert if f"expert.{k}.{name}" in flat}
-            for k, expert in like.experts.items()
-        },
-        private={name: flat[f"private.{name}"] for name in like.private},
-        own={name: flat[f"own.{name}"] for name in like.own},
+        shared=_under(flat, "shared", like.shared),
+        experts={k: _expert_under(flat, k, expert) for k, expert in like.experts.items()},
+        private=_under(flat, "private", like.private),
+        own=_under(flat, "own", like.own),
     )
 
 
+def _under(flat: Mapping[str, Tensor], prefix: str, names: Iterable[str]) -> Params:
+    return {name: flat[f"{prefix}.{name}"] for name in names}
+
+
+def _expert_under(flat: Mapping[str, Tensor], k: int, names: Iterable[str]) -> Params:
+    """An expert's tensors; where clients train side by side they are stacked, and not under its name."""
+    keys = {name: f"expert.{k}.{name}" for name in names}
+    return {name: flat[key] for name, key in keys.items() if key in flat}
+
+
 def _with_stacked_experts(flat: Params, parts: Parts) -> Params:
-    """expert.K.NAME of all experts as one tensor stacked.NAME [K, ...]."""
+    """The tensors expert.K.NAME of all experts as one tensor stacked.NAME [K, ...]."""
     if not parts.experts:
         return flat
     plain = {name: w for name, w in flat.items() if not name.startswith("expert.")}
     first = next(iter(parts.experts.values()))
-    return plain | {f"stacked.{name}": torch.stack([w[name] for w in parts.experts.values()]) for name in first}
+    for name in first:
+        copies = [w[name] for w in parts.experts.values()]
+        plain[f"stacked.{name}"] = torch.stack(copies)
+    return plain
 
 
 def _unstacked(flat: Params, held: Sequence[int]) -> Params:
+    """The opposite of `_with_stacked_experts`."""
     plain = {name: w for name, w in flat.items() if not name.startswith("stacked.")}
     for name, w in subtree(flat, "stacked").items():
         plain |= {f"expert.{k}.{name}": w[j] for j, k in enumerate(held)}
@@ -458,12 +561,27 @@ def _unstacked(flat: Params, held: Sequence[int]) -> Params:
 
 
 def _filled_batch(data: Sequence[Examples]) -> Batch:
-    """Whole data of a few clients as one mini-batch, filled up to the length of the longest."""
+    """All points of a few clients as one mini-batch, filled up to the length of the longest."""
     longest = max(map(len, data))
     rows = []
-    for own in data:
-        more = longest - len(own)
-        weight = torch.cat([torch.full((len(own),), 1 / len(own)), torch.zeros(more)])
-        padded = (torch.cat([v, v.new_zeros(more, *v.shape[1:])]) for v in (own.x, own.y, own.c))
-        rows.append((*padded, weight))
+    for points in data:
+        more = longest - len(points)
+        weight = torch.cat([torch.full((len(points),), 1 / len(points)), torch.zeros(more)])
+        columns = [_padded(values, more) for values in (points.x, points.y, points.c)]
+        rows.append((*columns, weight))
     return Batch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _padded(values: Tensor, more: int) -> Tensor:
+    """[N, ...] -> [N + more, ...], filled up with zeros."""
+    return torch.cat([values, values.new_zeros(more, *values.shape[1:])])
+
+
+def _nearly_equal(value: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(value, wanted, rtol=1e-3, atol=1e-4)
+
+
+def _device_of(message: Message, private: Mapping[str, Tensor]) -> torch.device:
+    """The device that a client's tensors are on; where it has none, the CPU."""
+    first = next(iter((*message.tensors.values(), *private.values())), None)
+    return CPU if first is None else first.device

@@ -4,6 +4,7 @@ theta_s = (pi_s, A_s, b_s): pi_s on the simplex as a softmax of free numbers, A_
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fedmix.core.tree import Params
 
 
 def new_gate(features: int, experts: int) -> Params:
-    """theta_s of a client that has not trained yet: pi [K], A [H, K], b [K], all zero."""
+    """theta_s before a client has trained: pi [K], A [H, K], b [K], all zero."""
     return {"pi": torch.zeros(experts), "A": torch.zeros(features, experts), "b": torch.zeros(experts)}
 
 
@@ -30,7 +31,9 @@ def gate_logits(theta: Mapping[str, Tensor], features: Tensor, held: list[int]) 
 def log_gate(theta: Mapping[str, Tensor], features: Tensor, held: list[int], over: list[int] | None = None) -> Tensor:
     """log p(z|x,s) (eq:gate_design): the softmax over all K experts, or over those of `over` alone. [..., B, K or len(over)]"""
     logits = gate_logits(theta, features, held)
-    return torch.log_softmax(logits if over is None else logits[..., over], dim=-1)
+    if over is not None:
+        logits = logits[..., over]
+    return torch.log_softmax(logits, dim=-1)
 
 
 def mean_log_gate(
@@ -40,39 +43,49 @@ def mean_log_gate(
 
     log_p_s: log p(s) [S], or log p(s|x) [B, S] (sec:NewShardInf, 'Using a Generative Model').
 
-    One matrix product over clients, pi_s folded into A_s, `chunk` of them at a time so that memory does not grow with S.
+    With pi_s folded into A_s, one matrix product does for many clients. `chunk` clients are taken at a time, so that memory
+    does not grow with S.
     """
+    if not thetas:
+        raise ValueError("no client's gate was given to average")
     K, B, H = features.shape
     stacked = features.transpose(0, 1).reshape(B, K * H)  # h_1(x) .. h_K(x) side by side
     weights = log_p_s.to(features.dtype).view(-1, len(thetas))  # [1 or B, S]
-    total: Tensor | None = None
-    for start in range(0, len(thetas), chunk):
-        part = thetas[start : start + chunk]
-        pi = torch.softmax(torch.stack([theta["pi"][held] for theta in part]), dim=1)  # [S, K']
-        A = torch.stack([theta["A"][:, held] for theta in part])  # [S, H, K']
-        b = torch.stack([theta["b"][held] for theta in part])  # [S, K']
-        folded = torch.einsum("sk,shj->khsj", pi, A).reshape(K * H, -1)
-        log_p = torch.log_softmax((stacked @ folded).view(B, len(part), K) + b, dim=2)  # [B, S, K']
-        mean = torch.logsumexp(log_p + weights[:, start : start + chunk].unsqueeze(2), dim=1)
-        total = mean if total is None else torch.logaddexp(total, mean)
-    if total is None:
-        raise ValueError("no client's gate was given to average")
-    return total
+    sums = (
+        _log_sum_of_gates(thetas[start : start + chunk], weights[:, start : start + chunk], stacked, held)
+        for start in range(0, len(thetas), chunk)
+    )
+    return reduce(torch.logaddexp, sums)
+
+
+def _log_sum_of_gates(
+    thetas: Sequence[Mapping[str, Tensor]], log_p_s: Tensor, stacked: Tensor, held: list[int]
+) -> Tensor:
+    """log sum_s p(s) p(z|x,s) over some clients: log p(s) [1 or B, S], h_1(x) .. h_K'(x) [B, K' H] -> [B, K']."""
+    pi = torch.softmax(torch.stack([theta["pi"][held] for theta in thetas]), dim=1)  # [S, K']
+    A = torch.stack([theta["A"][:, held] for theta in thetas])  # [S, H, K']
+    b = torch.stack([theta["b"][held] for theta in thetas])  # [S, K']
+    S, K = pi.shape
+    folded = torch.einsum("sk,shj->khsj", pi, A).reshape(stacked.shape[1], -1)
+    log_p = torch.log_softmax((stacked @ folded).view(len(stacked), S, K) + b, dim=2)  # [B, S, K']
+    return torch.logsumexp(log_p + log_p_s.unsqueeze(2), dim=1)
 
 
 def distil(features: Tensor, target: Tensor, steps: int = 100) -> Params:
     """One gate theta that does what many did together: least KL(target || p(z|x)) over the points given.
 
-    features [K, B, H], target [B, K], the gates' mean -> pi, A, b as of any client. The whole batch in every step of
-    L-BFGS: nothing to tune. A little weight decay keeps A finite where the target is all but certain.
+    features [K, B, H], target [B, K], the gates' mean -> pi, A, b as any client has them. Every step of L-BFGS takes the
+    whole batch: there is nothing to tune. A little weight decay keeps A finite where the target is all but certain.
     """
     held = list(range(len(features)))
-    theta = {name: value.requires_grad_() for name, value in new_gate(features.shape[2], len(features)).items()}
+    start = new_gate(features.shape[2], len(features))
+    theta = {name: value.requires_grad_() for name, value in start.items()}
     optimizer = torch.optim.LBFGS(list(theta.values()), max_iter=steps, history_size=20, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value: Tensor = -(target * log_gate(theta, features, held)).sum(dim=1).mean() + 1e-5 * theta["A"].square().sum()
+        cross_entropy: Tensor = -(target * log_gate(theta, features, held)).sum(dim=1).mean()
+        value = cross_entropy + 1e-5 * theta["A"].square().sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value
 

@@ -1,4 +1,7 @@
-"""What a client's reply must be before the server works with it. Whoever sends something else is left out of the round."""
+"""What a client's reply must be before the server works with it. A client that sends something else is left out of the round.
+
+Each check gives 'field: reason' where something is wrong, and None where nothing is.
+"""
 
 import math
 import statistics
@@ -15,16 +18,18 @@ ON_SIMPLEX = 1e-3  # how far a row's sum may be from 1, and its values below 0
 
 
 def wrong_weights(sent: Mapping[str, Tensor], back: Mapping[str, Tensor]) -> str | None:
-    """Tensors of what was sent, none more, each of its own shape and type, and finite."""
+    """Only tensors that were sent may come back, each in its shape and type, and finite."""
     for name, value in back.items():
         if name not in sent:
             return f"{name}: it was not sent to this client"
         if value.dtype != sent[name].dtype:
             return f"{name}: must be {sent[name].dtype}, is {value.dtype}"
-    return wrong_shapes({name: list(value.shape) for name, value in sent.items()}, back) or not_finite(back)
+    shapes = {name: list(value.shape) for name, value in sent.items()}
+    return wrong_shapes(shapes, back) or not_finite(back)
 
 
 def wrong_shapes(shapes: Mapping[str, Sequence[int]], back: Mapping[str, Tensor]) -> str | None:
+    """Each tensor that came back must have the shape named for it."""
     for name, shape in shapes.items():
         if name in back and list(back[name].shape) != list(shape):
             return f"{name}: must be {list(shape)}, is {list(back[name].shape)}"
@@ -32,12 +37,15 @@ def wrong_shapes(shapes: Mapping[str, Sequence[int]], back: Mapping[str, Tensor]
 
 
 def missing(names: Iterable[str], back: Mapping[str, Tensor]) -> str | None:
+    """All of these names must have come back."""
     return next((f"{name}: missing" for name in names if name not in back), None)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """All numbers must be finite."""
     for name, value in tensors.items():
-        if bool(torch.isfinite(value.sum())):  # the fast way to say that all are; a sum may overflow
+        # a finite sum is the fast way to know that all are finite; but a sum may overflow
+        if bool(torch.isfinite(value.sum())):
             continue
         if not bool(torch.isfinite(value).all()):
             return f"{name}: not finite"
@@ -45,15 +53,16 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def off_simplex(rows: Mapping[str, Tensor]) -> str | None:
-    """Rows [..., K] that must be distributions."""
+    """Rows [..., K] must be distributions."""
     for name, value in rows.items():
-        if bool((value < -ON_SIMPLEX).any()) or bool(((value.sum(dim=-1) - 1).abs() > ON_SIMPLEX).any()):
+        negative = bool((value < -ON_SIMPLEX).any())
+        if negative or bool(((value.sum(dim=-1) - 1).abs() > ON_SIMPLEX).any()):
             return f"{name}: off the simplex"
     return None
 
 
 def wrong_numbers(numbers: Mapping[str, float]) -> str | None:
-    """N_s is a whole number of points, the loss is finite."""
+    """N_s must be a whole number of points, and the loss finite."""
     n, loss = numbers.get("n"), numbers.get("loss")
     if not isinstance(n, (int, float)) or not 1 <= n <= MOST_POINTS or n != int(n):
         return f"n: must be a whole number of points from 1 to {MOST_POINTS:.0e}, is {n}"
@@ -81,7 +90,7 @@ def out_of_line(replies: Mapping[int, Message], moved: Mapping[int, float], norm
 
 
 def norm_of_update(sent: Mapping[str, Tensor], back: Mapping[str, Tensor], linear: bool) -> float:
-    """How far a client moved what it was sent; with linear aggregation the reply is the movement, times N_s."""
+    """How far a client moved what it was sent. With linear aggregation the reply is the movement itself, times N_s."""
     total = 0.0
     for name in sent.keys() & back.keys():
         moved = back[name] if linear else back[name] - sent[name]

@@ -23,6 +23,7 @@ from fedmix.rng import Stream
 
 Extras = dict[str, Any]  # what the server keeps beside weights: a tree of tensors and whole numbers
 Fixed = dict[str, Any]  # what stays the same while a client trains: a tree of tensors and numbers
+LABELS = ".labels"  # a name in a client's private state that no parameter of a module has
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Setup:
 
     model: Model
     clients: int
-    categories: int  # values that side information c can have
+    categories: int  # how many values side information c can have
     rounds: int
     training: ClientSettings
     server: ServerSettings
@@ -65,17 +66,19 @@ class Parts(NamedTuple):
 class Arrival(NamedTuple):
     """What a client has before it trains."""
 
-    parts: Parts  # the weights as they arrived
+    parts: Parts  # the weights, as they arrived
     sent: Params  # what the server sent beside weights
     private: Params  # all that the method keeps at this client, trained or not
     data: Examples
     round: int
     rng: Stream
-    house: Params = {}  # noqa: RUF012 (never changed): what the client keeps for the house, whatever the method
+    # What the client keeps whatever the method is: names that begin with a dot.
+    house: Params = {}  # noqa: RUF012 (never changed)
 
     def done(self, parts: Parts, fixed: Fixed | None = None, carry: Carry = None) -> "Departure":
         """What a programme of phases gives back: these parts, after training."""
-        return Departure(parts, self.sent, fixed or {}, {} if carry is None else carry, self.data)
+        carry = {} if carry is None else carry
+        return Departure(parts, self.sent, fixed or {}, carry, self.data)
 
 
 class Departure(NamedTuple):
@@ -112,13 +115,13 @@ class Field:
 
 
 class Aggregate(NamedTuple):
-    """What the server knows of a round, from sums over the cohort alone."""
+    """What the server knows after a round, from sums over the cohort alone."""
 
     clients: int
     use: Tensor  # p(z) over the cohort [K]
-    mean: Params  # of each field: sum_s p(s) value_s
-    moved: Params  # of each field that has moved from something sent: sum_s p(s) (sent - value_s)
-    touched: Params  # of the same: its rows that some client changed
+    mean: Params  # for each field: sum_s p(s) value_s
+    moved: Params  # for each field that is a new value of something sent: sum_s p(s) (sent - value_s)
+    touched: Params  # for the same fields: the rows that some client changed
 
 
 # (parts, fixed, mini-batch, carry) -> (loss of each point [B], penalty, carry)
@@ -126,11 +129,12 @@ Loss = Callable[[Parts, Fixed, Batch, Carry], tuple[Tensor, Tensor | float, Carr
 
 
 class Fit(Protocol):
-    """The loop, for programmes of phases: trains some of the parts for some epochs, and gives back parts and carry.
+    """The loop, for programmes of phases: it trains some of the parts for some epochs, and gives back parts and carry.
 
     only: which of them, by names such as shared.fc.weight, expert.2.fc.weight, private.out.bias or own.gate.A; all by default.
-    epochs: of this phase; None: the recipe's. Fine-tuning and adapting say how many there are, whatever a phase asks for.
-    phase: a name; phases of different names go over the points in different orders.
+    epochs: how many in this phase; None: the recipe's. Where a client fine-tunes or adapts, that says how many there are,
+    whatever a phase asks for.
+    phase: a name; phases with different names go over the points in different orders.
     """
 
     def __call__(
@@ -155,7 +159,7 @@ def every_model(parts: Parts) -> list[Params]:
     return [parts.whole(k) for k in parts.held] if parts.experts else [parts.whole()]
 
 
-def only_one(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> Tensor:
+def only_one(logits: Tensor, features: Tensor, private: Params, held: list[int]) -> Tensor:
     """log p(y|x) of a single model: logits [1, B, classes] -> [B, classes]."""
     return torch.log_softmax(logits[0], dim=1)
 
@@ -164,10 +168,11 @@ def only_one(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> 
 class Anonymous:
     """Predictions without client identity, where private parts decide.
 
-    what: in words, for tables. private: whether it needs the clients' private states, or what is shared is enough.
+    what: how it is done, in words, for tables.
+    private: whether it needs the clients' private states; otherwise what is shared is enough.
     predict: (the server's parts, private states, log p(s) [S] or log p(s|x) [B, S], x) -> log p(y|x).
     pool: (parts, what is sent beside weights, x) -> log p(y|x) from what is shared alone, where c is the label.
-    distil: (parts, private states, log p(s), inputs) -> one private state that does in place of all of them.
+    distil: (parts, private states, log p(s), inputs) -> one private state in place of all of them.
     """
 
     what: str
@@ -179,41 +184,43 @@ class Anonymous:
 
 @dataclass(frozen=True)
 class Method:
-    """A method as a value.
+    """A method as a value: what it does at each point, and a default for all but the loss.
+
+    In what follows `private` is what `own` gave, as the client has trained it since.
 
     loss          (parts, fixed, batch, carry) -> (loss of each point [B], penalty, carry): of one client on one mini-batch.
-                  Points that only fill a group up count nothing: the house weighs them; what the loss itself sums over points
-                  it weighs with batch.weight
+                  Points that only fill a group up count nothing: the house weighs them. A loss that sums over points itself
+                  weighs them with batch.weight
     place         (name) -> where a parameter lives
     experts       how many, where parameters are placed as "expert"
     prepare       (arrival) -> (fixed, carry): one look at a client's data and at what arrived, before it trains
-    train         (fit, arrival) -> arrival.done(parts): a programme of its own in place of the loop, in phases; never side by
-                  side. The loss that metrics show is then that of the last phase
-    own           (the weights that the model starts from) -> what a client keeps beside weights, before it trained
-    trains        (name) -> whether the loop trains this of `own`
+    train         (fit, arrival) -> arrival.done(parts): a programme of its own in place of the loop, in phases; such clients
+                  never train side by side. The loss that metrics show is then that of the last phase
+    own           (the weights that the model starts from) -> what a client keeps beside weights, before it has trained
+    trains        (name) -> whether the loop trains this part of `own`
     reply         what replies hold beside weights
     weigh         the name of the reply's field [K] that weighs its experts; needed where there are experts
     answer        (departure) -> what the client says and keeps
     init          () -> what the server keeps beside weights
-    sends         (extras) -> what of that clients are sent
+    sends         (extras) -> the part of it that clients are sent
     select        (extras, client) -> the experts that a client is sent; None: all
     server        (extras, aggregate) -> extras: from sums alone
     individuals   (extras, clients, fields [S', ...]) -> extras: what is kept of single clients, where the server sees them
     watch         (extras, aggregate, round) -> more metrics of a round
     describe      (extras) -> what a reader of metrics wants to see of them, at evaluations
     models        (parts) -> the models that a prediction needs, each as a whole set of parameters
-    combine       (logits [M, B, classes], features [M, B, H], own, held) -> log p(y|x, s) [B, classes]
-    gates         (features [M, B, H], own, held) -> p(z|x, s) [B, M]; None: there is one model
-    bound         (logits, features, own, sent, y, c, held) -> the objective of each point [B], for metrics
-    anonymous     predictions without client identity; None: where nothing is private those of the shared model, else none
-    newcomer      (extras, whether its values of c are known) -> what a client is sent beside weights that never took part
+    combine       (logits [M, B, classes], features [M, B, H], private, held) -> log p(y|x, s) [B, classes]
+    gates         (features [M, B, H], private, held) -> p(z|x, s) [B, M]; None: there is one model
+    bound         (logits, features, private, sent, y, c, held) -> the objective of each point [B], for metrics
+    anonymous     predictions without client identity; None: those of the shared model where nothing is private, else none
+    newcomer      (extras, whether its values of c are known) -> what a client that never took part is sent beside weights
     hand_over     (private state) -> the part of it that predictions without identity need
     longer_steps  (q(z|s)) -> how much longer all steps together are than one model's, for audits
     ungroupable   why clients cannot be trained side by side, or None
     leading       the loss again, if it takes tensors with a first dimension for several clients as they are: it is then not
                   vectorised by torch.vmap, which is quicker for small models. It is tried out before it is relied on. A
                   method that puts another loss in place of this one is vectorised again
-    needs_clients why the server must see single clients, or None: excludes sums
+    needs_clients why the server must see single clients, which excludes sums, or None
     apart         whether private tensors start differently on each client
     adapts        what a new client with labels trains, in words
     """
@@ -255,10 +262,20 @@ class Method:
         return self.leading is not None and self.leading is self.loss
 
 
-def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tuple[Tensor, Tensor]:
-    """All experts that a client holds, or its one model: logits [M, B, classes], features [M, B, H].
+def weights_and_fields(method: Method, tensors: Mapping[str, Tensor]) -> tuple[Params, Params]:
+    """The tensors of a reply: weights, and the fields that the method declares."""
+    weights: Params = {}
+    fields: Params = {}
+    for name, value in tensors.items():
+        part = fields if name in method.reply else weights
+        part[name] = value
+    return weights, fields
 
-    The client's own label counts, where it has them, are in the logits.
+
+def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tuple[Tensor, Tensor]:
+    """What all experts that a client holds, or its one model, give: logits [M, B, classes], features [M, B, H].
+
+    The client's own label counts, where it has them, are added to the logits.
     """
     if parts.group:
         logits, features = model.apply_group(parts.frozen, {**parts.shared, **parts.private}, parts.stacked, x)
@@ -270,11 +287,10 @@ def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tup
 
 
 def with_labels(parts: Parts, logits: Tensor) -> Tensor:
-    """[..., M, B, classes] or [B, classes] -> the same."""
+    """Logits with the client's label counts added: [..., M, B, classes] or [B, classes] -> the same shape."""
     if not parts.labels:
         return logits
     labels = parts.labels[LABELS]
-    return logits + (labels[:, None, None] if parts.group else labels)
-
-
-LABELS = ".labels"  # of a client's private state; no parameter of a module has a name like this
+    if parts.group:
+        labels = labels[:, None, None]  # [G, classes] -> [G, 1, 1, classes]
+    return logits + labels

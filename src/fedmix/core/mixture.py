@@ -23,8 +23,9 @@ class ClientModule(nn.Module):
         self._held = parts.held
         self._beside = {}
         for i, (name, value) in enumerate(algorithm.client.beside(private).items()):
-            self._beside[name] = f"own_{i}"
-            self.register_buffer(f"own_{i}", value.detach().clone())
+            buffer = f"own_{i}"
+            self._beside[name] = buffer
+            self.register_buffer(buffer, value.detach().clone())
         labels = private.get(LABELS, torch.zeros(model.classes))
         self.register_buffer("labels", labels.detach().clone())
         self._caught: list[Tensor] = []
@@ -41,16 +42,17 @@ class ClientModule(nn.Module):
         self._caught.clear()
         return logits + self.get_buffer("labels"), features
 
-    def _own(self) -> dict[str, Tensor]:
+    def _private(self) -> dict[str, Tensor]:
+        """What the method keeps at the client beside weights."""
         return {name: self.get_buffer(buffer) for name, buffer in self._beside.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         logits, features = self._outputs(x)
-        return self._combine(logits, features, self._own(), self._held)
+        return self._combine(logits, features, self._private(), self._held)
 
     def expert_weights(self, x: Tensor) -> Tensor:
         """p(z|x,s): how much each expert that the client holds counts for each input. [B, ...] -> [B, K']"""
         _, features = self._outputs(x)
         if self._gates is None:
             return features.new_ones(features.shape[1], 1)
-        return self._gates(features, self._own(), self._held)
+        return self._gates(features, self._private(), self._held)

@@ -34,7 +34,7 @@ class Model:
     def __init__(self, build: Factory, output: str, example: Tensor, classes: int, precision: str = "float32") -> None:
         """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs.
 
-        precision: of convolutions and products in training; parameters, what they give and predictions are float32.
+        precision: that of convolutions and products in training; parameters, outputs and predictions are float32.
         """
         self.build = build
         self._bfloat16 = precision == "bfloat16"
@@ -49,19 +49,23 @@ class Model:
         self._tied = len(everything) > len(list(self.module.parameters()))
         self._names = {name for name, _ in self.module.named_parameters()}
         self._refuse_what_cannot_be_averaged()
-        self.channels_last = False
+        self.channels_last = False  # while it is found out whether the module works with them
         self.channels_last = self._works_with_channels_last(example)
-        with torch.no_grad():
-            logits, features = self.apply(self._params(self.module), example, training=False)
-        if logits.dim() != 2 or logits.shape[1] != classes:
-            raise ModelError(
-                f"the model must give [batch, {classes}] logits, one for each class. Got {list(logits.shape)} instead; "
-                f"set its number of outputs to {classes}."
-            )
+        self.features = self._count_features(example)
         self._refuse_buffers_that_change(example)
         self.frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
-        self.features = int(features.shape[1])
         self.parameters = sum(p.numel() for p in self.module.parameters())
+
+    def _count_features(self, example: Tensor) -> int:
+        """H, the width of the output layer's input, from a forward pass; logits of another shape are refused."""
+        with torch.no_grad():
+            logits, features = self.apply(self._params(self.module), example, training=False)
+        if logits.dim() != 2 or logits.shape[1] != self.classes:
+            raise ModelError(
+                f"the model must give [batch, {self.classes}] logits, one for each class. Got {list(logits.shape)} instead; "
+                f"set its number of outputs to {self.classes}."
+            )
+        return int(features.shape[1])
 
     def init(self, rng: Stream) -> Params:
         """Parameters of a new model, drawn from this stream alone."""
@@ -90,20 +94,21 @@ class Model:
     def apply_all(
         self, experts: Sequence[Mapping[str, Tensor]], x: Tensor, training: bool, where: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same for several experts: logits [K, B, classes], features [K, B, H].
+        """`apply` for several experts: logits [K, B, classes], features [K, B, H].
 
         where: the points that an expert is to learn from [B, K]; the others take no part in its backward pass.
         """
         if where is None or bool(where.all()):
-            both = [self.apply(w, x, training) for w in experts]
+            outputs = [self.apply(w, x, training) for w in experts]
         else:
-            both = [self._apply_where(w, x, training, rows) for w, rows in zip(experts, where.T, strict=True)]
-        return torch.stack([logits for logits, _ in both]), torch.stack([h for _, h in both])
+            outputs = [self._apply_where(w, x, training, rows) for w, rows in zip(experts, where.T, strict=True)]
+        logits, features = zip(*outputs, strict=True)
+        return torch.stack(logits), torch.stack(features)
 
     def _apply_where(
         self, params: Mapping[str, Tensor], x: Tensor, training: bool, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Two passes over one mini-batch: with a graph for some of its points, without for the rest."""
+        """Two passes over one mini-batch: one with a graph for some of its points, one without for the rest."""
         with_graph, without = rows.nonzero().squeeze(1), (~rows).nonzero().squeeze(1)
         parts = []
         for index, graph in ((with_graph, torch.is_grad_enabled()), (without, False)):
@@ -111,57 +116,67 @@ class Model:
                 with torch.set_grad_enabled(graph):
                     parts.append(self.apply(params, x[index], training))
         order = torch.argsort(torch.cat([with_graph, without]))
-        return torch.cat([logits for logits, _ in parts])[order], torch.cat([h for _, h in parts])[order]
+        logits, features = zip(*parts, strict=True)
+        return torch.cat(logits)[order], torch.cat(features)[order]
 
     @cached_property
     def ungroupable(self) -> str | None:
-        """Why several sets of parameters are not applied at once: it would not pay, or would not give the same numbers."""
+        """Why several models are not applied at once, or None: it would not pay, or would give other numbers."""
         if self.parameters > STACK_PARAMETERS:
             return f"a model of {self.parameters:,} parameters fills the cores by itself"
-        if any(isinstance(m, _ConvNd) for m in self._layers.values()):
+        if any(isinstance(layer, _ConvNd) for layer in self._layers.values()):
             return "convolutions with stacked weights are slower than one after the other"
         if self._bfloat16:
             return "in bfloat16 rounding would tell a client in a group from one alone"
-        alone = self._params(self.module)
-        stacked = {name: torch.stack([value, value + 0.1]) for name, value in alone.items()}
+        return self._differs_vectorised()
+
+    def _differs_vectorised(self) -> str | None:
+        """Two sets of parameters are applied at once, and the second one alone."""
+        template = self._params(self.module)
+        stacked = {name: torch.stack([value, value + 0.1]) for name, value in template.items()}
+        second = {name: value[1] for name, value in stacked.items()}
         try:
             with torch.no_grad():
                 together, _ = self.apply_stacked({}, stacked, self._example)
-                apart, _ = self.apply({name: value[1] for name, value in stacked.items()}, self._example, training=True)
+                alone, _ = self.apply(second, self._example, training=True)
         except (RuntimeError, ValueError, ModelError) as error:
             return f"the model cannot be vectorised, as with dropout ({str(error).splitlines()[0][:120]})"
-        if not torch.allclose(together[1], apart, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(together[1], alone, rtol=1e-4, atol=1e-5):
             return "vectorised, the model gives other numbers"
         return None
 
     def apply_stacked(
         self, alike: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Training mode, M models at once on the same inputs: parameters [M, ...] and those that are the same for all.
+        """M models at once on the same inputs, in training mode.
 
         x [B, ...] -> logits [M, B, classes], features [M, B, H].
+
+        alike: parameters that are the same for all models. stacked: the others [M, ...].
         """
         names = list(stacked)
 
-        def of_one(*weights: Tensor) -> tuple[Tensor, Tensor]:
+        def of_model(*weights: Tensor) -> tuple[Tensor, Tensor]:
             return self.apply({**alike, **dict(zip(names, weights, strict=True))}, x, training=True)
 
-        logits, features = torch.vmap(of_one)(*stacked.values())
+        logits, features = torch.vmap(of_model)(*stacked.values())
         return logits, features
 
     def apply_group(
-        self, alike: Mapping[str, Tensor], own: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
+        self, alike: Mapping[str, Tensor], per_client: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Training mode, G clients at once, each with inputs of its own: x [G, B, ...] -> logits [G, M, B, classes], features.
+        """G clients at once, each on its own inputs, in training mode.
 
-        Parameters that are the same for all clients, their own [G, ...], and those of M experts of each [G, M, ...].
+        x [G, B, ...] -> logits [G, M, B, classes], features [G, M, B, H].
+        alike: parameters that are the same for all clients. per_client: one for each client [G, ...].
+        stacked: those of M experts of each client [G, M, ...]; none: M is 1.
         """
         if not stacked:
-            logits, features = self._apply_each(alike, own, x)
+            logits, features = self._apply_each(alike, per_client, x)
             return logits.unsqueeze(1), features.unsqueeze(1)
         G, M = next(iter(stacked.values())).shape[:2]
         models = {name: value.flatten(0, 1) for name, value in stacked.items()}  # [G M, ...]
-        models |= {name: value.repeat_interleave(M, dim=0) for name, value in own.items()}
+        models |= {name: value.repeat_interleave(M, dim=0) for name, value in per_client.items()}
         inputs = x.unsqueeze(1).expand(G, M, *x.shape[1:]).flatten(0, 1)
         logits, features = self._apply_each(alike, models, inputs)
         return logits.view(G, M, *logits.shape[1:]), features.view(G, M, *features.shape[1:])
@@ -169,58 +184,65 @@ class Model:
     def _apply_each(
         self, alike: Mapping[str, Tensor], models: Mapping[str, Tensor], x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Models [M, ...], each on inputs of its own [M, B, ...]."""
+        """M models [M, ...] at once, each on its own inputs [M, B, ...]."""
         names = list(models)
 
-        def of_one(inputs: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        def of_model(inputs: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
             return self.apply({**alike, **dict(zip(names, weights, strict=True))}, inputs, training=True)
 
-        logits, features = torch.vmap(of_one)(x, *models.values())
+        logits, features = torch.vmap(of_model)(x, *models.values())
         return logits, features
 
     def where_of(self, layer: str) -> "Where":
-        """What a layer gives."""
+        """The place where a layer's output is."""
         return Where(layer, entering=False)
 
     def where_after(self, params: Mapping[str, Tensor], x: Tensor, layer: str) -> "Where":
-        """What comes of a layer after its activation: what the next layer with parameters is given. A layer that holds others
-        ends with an activation of its own, so what it gives is that already."""
+        """The place after a layer's activation: the input of the next layer with parameters.
+
+        A layer that holds others ends with an activation of its own, so the place is its output.
+        """
         if any(True for _ in self._layer(layer).children()):
             return self.where_of(layer)
         order = self.layers_in_order(params, x)
         following = order[order.index(layer) + 1 :] if layer in order else []
-        return Where(following[0], entering=True) if following else self.where_of(layer)
+        if not following:
+            return self.where_of(layer)
+        return Where(following[0], entering=True)
 
     def value_at(self, params: Mapping[str, Tensor], x: Tensor, place: "Where") -> Tensor:
-        """What is at a place of the network for x; what comes after it is not computed."""
+        """The value at a place of the network for x; what comes after that place is not computed."""
 
         def stop(_: nn.Module, given: Any, out: Any = None) -> None:
             raise _Reached(given[0] if place.entering else out)
 
+        when = "before" if place.entering else "after"
         self.module.train(False)
         try:
-            with _hook(self._layer(place.layer), **{"before" if place.entering else "after": stop}):
+            with _hook(self._layer(place.layer), **{when: stop}):
                 self._call(params, x)
         except _Reached as reached:
             return reached.value
         raise ModelError(f"layer {place.layer!r} is not used in a forward pass.")
 
     def apply_from(self, params: Mapping[str, Tensor], x: Tensor, place: "Where", value: Tensor) -> Tensor:
-        """Logits [B, classes] where there is `value` at a place of the network in place of what would be there."""
+        """Logits [B, classes] with `value` at a place of the network, instead of what would be there."""
         self.module.train(False)
-        put: dict[str, Any] = {"after": lambda *_: value}
         if place.entering:
-            put = {"before": lambda _, given: (value, *given[1:])}
-        with _hook(self._layer(place.layer), **put):
+            hook = _hook(self._layer(place.layer), before=lambda _, given: (value, *given[1:]))
+        else:
+            hook = _hook(self._layer(place.layer), after=lambda *_: value)
+        with hook:
             return self._call(params, x)
 
     def layers_in_order(self, params: Mapping[str, Tensor], x: Tensor, among: Sequence[str] = ()) -> list[str]:
-        """Layers in the order in which a forward pass leaves them: those named, or all that hold parameters of their own."""
+        """Layers in the order in which a forward pass leaves them: those of `among`, or all that hold parameters themselves."""
         order: list[str] = []
         handles = []
-        for name, module in self._layers.items():
-            if name in among if among else next(module.parameters(recurse=False), None) is not None:
-                handles.append(module.register_forward_hook(lambda *_, name=name: order.append(name)))
+        watched = among or self._layers_with_parameters()
+        for name, layer in self._layers.items():
+            if name in watched:
+                handles.append(layer.register_forward_hook(lambda *_, name=name: order.append(name)))
         try:
             self._call(params, x)
         finally:
@@ -228,9 +250,15 @@ class Model:
                 handle.remove()
         return list(dict.fromkeys(order))
 
+    def _layers_with_parameters(self) -> list[str]:
+        """Layers that hold parameters themselves, not only inside of other layers."""
+        return [name for name, layer in self._layers.items() if any(True for _ in layer.parameters(recurse=False))]
+
     def _works_with_channels_last(self, example: Tensor) -> bool:
-        """Convolutions and pooling are faster on images with their channels last in memory; a module that depends on how
-        its images lie there (it may call `view`) gets them as they are."""
+        """Whether the module gives the same for images with their channels last in memory, which convolve faster.
+
+        A module that depends on how its images lie in memory (it may call `view`) gets them as they are.
+        """
         if example.dim() != 4 or not any(isinstance(layer, nn.Conv2d) for layer in self._layers.values()):
             return False
         params = self._params(self.module)
@@ -244,11 +272,13 @@ class Model:
         return torch.allclose(plain, other, rtol=1e-3, atol=1e-4)
 
     def _call(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        if len(params) != len(self._names):  # torch would take the template's own, which are random
+        # torch would take missing ones from the template, where they are random
+        if len(params) != len(self._names):
             raise ModelError(
                 f"a model needs all of its parameters. Missing: {', '.join(sorted(self._names - params.keys()))}."
             )
-        if x.device != self._device:  # buffers; parameters come from outside
+        # buffers move here; parameters come from outside
+        if x.device != self._device:
             self.module.to(x.device)
             self._device = x.device
         if self.channels_last:
@@ -279,15 +309,17 @@ class Model:
 
     @property
     def buffers(self) -> Params:
-        """What a module holds beside parameters; it does not change in training."""
+        """What the module holds beside parameters; it does not change in training."""
         return {name: value.detach() for name, value in self.module.named_buffers()}
 
     @cached_property
     def structure(self) -> str:
         """The module in words: its layers with their settings, and what the user's own classes compute."""
         classes = {type(layer) for layer in self._layers.values()}
-        own = sorted((c for c in classes if not c.__module__.startswith("torch.")), key=lambda c: c.__qualname__)
-        return "\n".join([repr(self.module), *(f"{c.__qualname__}: {_computation(c)}" for c in own)])
+        of_user = [kind for kind in classes if not kind.__module__.startswith("torch.")]
+        of_user.sort(key=lambda kind: kind.__qualname__)
+        computations = [f"{kind.__qualname__}: {_computation(kind)}" for kind in of_user]
+        return "\n".join([repr(self.module), *computations])
 
     def _params(self, module: nn.Module) -> Params:
         return {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -312,7 +344,7 @@ class Model:
         self._layer(self.output)
 
     def _refuse_buffers_that_change(self, example: Tensor) -> None:
-        """Running statistics and the like would depend on which clients a worker has seen."""
+        """Refuse running statistics and the like: they would depend on which clients a worker has seen."""
         before = {name: value.clone() for name, value in self.module.named_buffers()}
         with torch.no_grad(), stream(0, "template").torch():
             self.apply(self._params(self.module), example, training=True)
@@ -325,19 +357,21 @@ class Model:
 
 
 class Where(NamedTuple):
-    """A place of a network: what a layer gives, or what it is given."""
+    """A place of a network: the output of a layer, or (entering) its input."""
 
     layer: str
     entering: bool
 
 
 class _Reached(Exception):
+    """Ends a forward pass at the place whose value is wanted."""
+
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 def _computation(kind: type[nn.Module]) -> str:
-    """A digest of a class's forward pass as it is written, without comments and names of files; "" if it cannot be read."""
+    """A digest of the source of a class's forward pass, without comments and names of files; "" if it cannot be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, SyntaxError):
@@ -353,15 +387,16 @@ def _fresh(build: Factory) -> nn.Module:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Images [B, C, H, W] with their channels last in memory. With one channel both layouts are the same bytes, and torch takes
-    such images for the slower one: strides tell it."""
+    """Images [B, C, H, W] with their channels last in memory."""
     if x.shape[1] > 1:
         return x.contiguous(memory_format=torch.channels_last)
+    # With one channel both layouts are the same bytes, and torch would take them for the slower one: strides tell it.
     return x.contiguous().as_strided(x.shape, (x.shape[2] * x.shape[3], 1, x.shape[3], 1))
 
 
 @contextmanager
 def _hook(layer: nn.Module, before: Any = None, after: Any = None) -> Any:
+    """A hook on a layer's forward pass, for the length of a block: before it, or after it."""
     handle = layer.register_forward_pre_hook(before) if before else layer.register_forward_hook(after)
     try:
         yield

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-3  # of q(z|y), where it is divided by: below that phi says little but how it was clamped
+SMALLEST = 1e-3  # the least q(z|y) that is divided by: below it phi says little but how it was clamped
 
 
 def log_likelihood(logits: Tensor, y: Tensor) -> Tensor:
@@ -33,13 +33,17 @@ def bound_losses(log_lik: Tensor, log_gate: Tensor, q_lik: Tensor, q_gate: Tenso
 
 
 def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """The same log-likelihoods, their gradients times one number: the expert with the largest share of the mini-batch steps
-    as far as one model would, the others in proportion; in L_s experts that are all alike step 1/K as far. Not in the paper.
+    """The same log-likelihoods, their gradients times one number. This is not in the paper.
+
+    The expert with the largest share of the mini-batch steps as far as one model would, the others in proportion. In L_s
+    itself experts that are all alike step 1/K as far.
 
     log_lik, q(z|c) [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
     """
     share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)  # [..., 1, K]
-    times = 1 / share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])  # below that if there are no points at all
+    # the largest of K shares is 1/K or more, unless there are no points at all
+    largest = share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])
+    times = 1 / largest
     return log_lik.detach() + times * (log_lik - log_lik.detach())
 
 
@@ -59,14 +63,15 @@ def log_pooled(logits: Tensor, phi: Tensor) -> Tensor:
     Expert k learns from points that count q(z=k|y), so that p(y|x,z=k) is in proportion to p(y|x) q(z=k|y). With q divided
     out each expert says something about p(y|x) itself; these are averaged as log-probabilities (normalisers cancel).
     """
-    return torch.log_softmax(logits.mean(dim=0) - phi.clamp_min(SMALLEST).log().mean(dim=1), dim=1)
+    mean_log_q = phi.clamp_min(SMALLEST).log().mean(dim=1)
+    return torch.log_softmax(logits.mean(dim=0) - mean_log_q, dim=1)
 
 
 def log_counted(log_p: Tensor, counts: Tensor, p_y: Tensor) -> Tensor:
-    """log p(y|x,s) of a client that knows its own labels' counts: [B, classes], [classes], [classes] -> [B, classes].
+    """log p(y|x,s) for a client that knows its label counts: [B, classes], [classes], [classes] -> [B, classes].
 
-    Bayes: in proportion to p(y|x) p(y|s) / p(y). One more point, spread over labels as everybody's are, stands for what the
-    client has not seen: with no point at all this is p(y|x).
+    By Bayes' rule it is in proportion to p(y|x) p(y|s) / p(y). One more point, spread over labels as everybody's are, stands
+    for what the client has not seen: with no point at all this is p(y|x).
     """
     return torch.log_softmax(log_p + label_offset(counts, p_y), dim=1)
 

@@ -24,7 +24,9 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
     """torch.optim.SGD's rule: g += weight_decay w; v = momentum v + g; w -= lr v. What has no gradient is left alone."""
 
     def init(params: Mapping[str, Tensor]) -> OptState:
-        return {"velocity": {name: torch.zeros_like(w) for name, w in params.items()}} if momentum else {}
+        if not momentum:
+            return {}
+        return {"velocity": {name: torch.zeros_like(w) for name, w in params.items()}}
 
     def update(
         params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
@@ -49,10 +51,13 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
         return {
             "mean": {name: torch.zeros_like(w) for name, w in params.items()},
             "square": {name: torch.zeros_like(w) for name, w in params.items()},
-            "step": {
-                name: w.new_zeros([w.shape[0]] + [1] * (w.dim() - 1) if rows else []) for name, w in params.items()
-            },
+            "step": {name: no_steps(w) for name, w in params.items()},
         }
+
+    def no_steps(w: Tensor) -> Tensor:
+        """A count of steps for each row, or one for the whole tensor."""
+        shape = [w.shape[0]] + [1] * (w.dim() - 1) if rows else []
+        return w.new_zeros(shape)
 
     def update(
         params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
@@ -76,7 +81,8 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
 
 def keep_rows(held: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """`new` where a row is held, `old` where it sat the round out: [C], [C, ...], [C, ...] -> [C, ...]."""
-    return torch.where(held.view([-1] + [1] * (new.dim() - 1)), new, old)
+    rows = held.view([-1] + [1] * (new.dim() - 1))
+    return torch.where(rows, new, old)
 
 
 def rate_factor(schedule: str, t: int, rounds: int) -> float:
@@ -84,4 +90,6 @@ def rate_factor(schedule: str, t: int, rounds: int) -> float:
     if schedule == "constant":
         return 1.0
     done = min(max(t - 1, 0) / max(rounds, 1), 1.0)
-    return 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0 - done
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    return 1.0 - done

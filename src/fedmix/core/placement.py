@@ -7,6 +7,7 @@ frozen    the same everywhere, never trained; named by a digest, sent only where
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,11 +58,11 @@ class Layout:
         return [name for name, where in self.places.items() if where == place]
 
     def pick(self, params: Mapping[str, Tensor], place: Place) -> Params:
-        """Those of a model's parameters that live there."""
+        """The parameters of a model that live at this place."""
         return {name: params[name] for name in self._at(place)}
 
     def pack(self, shared: Mapping[str, Tensor], experts: Mapping[int, Mapping[str, Tensor]]) -> Params:
-        """Weights as they cross the wire: shared tensors by their names, experts' as expert.K.NAME."""
+        """Weights as they cross the wire: shared tensors by their names, those of experts as expert.K.NAME."""
         tensors = {name: shared[name] for name in self.shared}
         for k, weights in experts.items():
             tensors |= {wire_name(k, name): weights[name] for name in self.expert}
@@ -77,50 +78,53 @@ class Layout:
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """The weights in a message, and whatever else is in it; an expert may be there in part."""
-        found = Unpacked({}, {}, {})
+        unpacked = Unpacked({}, {}, {})
         for name, value in tensors.items():
             k, inside = self._on_the_wire.get(name, (None, name))
             if k is None:
-                found.beside[name] = value
+                unpacked.beside[name] = value
             elif k < 0:
-                found.shared[inside] = value
+                unpacked.shared[inside] = value
             else:
-                found.experts.setdefault(k, {})[inside] = value
-        return Unpacked(found.shared, dict(sorted(found.experts.items())), found.beside)
+                unpacked.experts.setdefault(k, {})[inside] = value
+        return unpacked._replace(experts=dict(sorted(unpacked.experts.items())))
 
     def refuse_equal_names(self, beside: Sequence[str]) -> None:
-        """Names on the wire must tell what a tensor is."""
-        wire = [*self.shared, *(wire_name(k, name) for k in range(self.experts) for name in self.expert), *beside]
-        twice = sorted({name for name in wire if wire.count(name) > 1}) if len(set(wire)) < len(wire) else []
+        """A name on the wire must tell what its tensor is, so no two tensors may have the same."""
+        of_experts = [wire_name(k, name) for k in range(self.experts) for name in self.expert]
+        count = Counter([*self.shared, *of_experts, *beside])
+        twice = sorted(name for name, times in count.items() if times > 1)
         if twice:
             raise ModelError(f"a parameter of the model must not be called {twice[0]!r} with this method; rename it.")
 
 
 def wire_name(k: int, name: str) -> str:
+    """What an expert's tensor is called in a message."""
     return f"expert.{k}.{name}"
 
 
 def lay_out(
     names: Sequence[str], frozen: Sequence[str], place: Callable[[str], Place], experts: int, method: str
 ) -> Layout:
-    """Every parameter by the method's rule; those that the user froze stay frozen whatever the rule says."""
+    """Place every parameter by the method's rule; those that the user froze stay frozen whatever the rule says."""
     places: dict[str, Place] = {}
     for name in names:
-        where = "frozen" if name in set(frozen) else place(name)
+        where = "frozen" if name in frozen else place(name)
         if where not in PLACES:
             raise ModelError(f"{method}: place({name!r}) must be one of {', '.join(PLACES)}. Got {where!r}.")
         places[name] = where
-    has_experts = "expert" in places.values()
-    if has_experts and experts < 1:
+    if "expert" not in places.values():
+        return Layout(places, 0)
+    if experts < 1:
         raise ModelError(f"{method}: it places parameters as 'expert', so its number of experts must be 1 or more.")
-    return Layout(places, experts if has_experts else 0)
+    return Layout(places, experts)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
-    """48 bits that name these tensors: their names, types, shapes and values. A number, as messages carry them."""
-    known = hashlib.blake2b(digest_size=6)
+    """48 bits that name these tensors by their names, types, shapes and values: a number, which messages can carry."""
+    digest = hashlib.blake2b(digest_size=6)
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        known.update(f"{name} {value.dtype} {list(value.shape)};".encode())
-        known.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(known.digest(), "big")
+        digest.update(f"{name} {value.dtype} {list(value.shape)};".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")

@@ -17,8 +17,8 @@ def solve_phi(
 ) -> tuple[Tensor, Tensor]:
     """phi'_c, proportional to exp(mean over the points of c of log p(y, z | x, s) / beta)  (eq:phi_solution).
 
-    log_joint [..., B, K], c [..., B] -> phi' [..., C, K] and which rows the batch holds [..., C]; the others are uniform, for
-    nobody's use. there: which points are really there [..., B]; None: all of them.
+    log_joint [..., B, K], c [..., B] -> phi' [..., C, K] and which rows the batch holds [..., C]; the others are uniform, and
+    nobody uses them. there: which points are really there [..., B]; None: all of them.
     """
     weight = torch.ones_like(log_joint[..., :1]) if there is None else there.unsqueeze(-1).to(log_joint.dtype)
     values = torch.cat([log_joint * weight, weight], dim=-1)  # sums and counts in one go
@@ -36,7 +36,9 @@ def of_points(phi: Tensor, c: Tensor) -> Tensor:
 
 def temperature(beta: float, start: float, over: int, t: int) -> float:
     """beta in round t = 1, 2, ...: from `start` to `beta` in equal steps over some rounds; start 0: always `beta`."""
-    return start + (beta - start) * min((t - 1) / over, 1.0) if start else beta
+    if not start:
+        return beta
+    return start + (beta - start) * min((t - 1) / over, 1.0)
 
 
 def dampen(phi: Tensor, phi_new: Tensor, present: Tensor, gamma: float) -> Tensor:
@@ -64,7 +66,8 @@ def entropy_gradient(phi: Tensor, p_c: Tensor) -> Tensor:
 
 def mean_move(phi: Tensor, phi_s: Tensor, p_s: Tensor) -> Tensor:
     """sum_s p(s) (phi - phi_s): phi [C, K] or any other shape, phi_s [S', C, K], p_s [S'] -> [C, K]."""
-    return (p_s.to(phi.dtype).view(-1, *[1] * phi.dim()) * (phi.unsqueeze(0) - phi_s)).sum(0)
+    weights = p_s.to(phi.dtype).view(-1, *[1] * phi.dim())
+    return (weights * (phi.unsqueeze(0) - phi_s)).sum(0)
 
 
 def phi_gradient(phi: Tensor, moved: Tensor, p_c: Tensor, entropy: float) -> Tensor:
@@ -80,7 +83,7 @@ def phi_gradient(phi: Tensor, moved: Tensor, p_c: Tensor, entropy: float) -> Ten
 
 
 def rows_held(phi: Tensor, phi_s: Tensor) -> Tensor:
-    """Rows that some client of the cohort changed, [C]: the rows whose category somebody holds."""
+    """Which rows some client of the cohort changed [C]: those whose category somebody holds."""
     return (phi_s != phi.unsqueeze(0)).any(dim=-1).any(dim=0)
 
 

@@ -1,4 +1,4 @@
-"""Less for the server to see: clipped and noisy answers, and answers of which only the sum over clients is needed."""
+"""What hides clients from the server: clipped and noisy answers, and answers of which only the sum is needed."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ SIMPLEX_DIAMETER = 2**0.5  # the largest distance of two points of a simplex
 
 def clipped(moved: Mapping[str, Tensor], norm: float) -> Params:
     """A client's whole update, scaled down to at most this norm (over all tensors together)."""
-    total = torch.sqrt(sum((value.to(torch.float64).square().sum() for value in moved.values()), torch.zeros(())))
+    squares = [value.to(torch.float64).square().sum() for value in moved.values()]
+    total = torch.sqrt(sum(squares, torch.zeros(())))
     factor = min(1.0, norm / max(float(total), 1e-12))
     return {name: value * factor for name, value in moved.items()}
 
@@ -50,8 +51,10 @@ def noisy(moved: Mapping[str, Tensor], std: float, noise: Noise) -> Params:
 def noisy_weights(
     sent: Mapping[str, Tensor], back: Mapping[str, Tensor], clip: float, size: float, noise: Noise
 ) -> Params:
-    """The weights that a client returns, their distance from what it was sent clipped to `clip`, with Gaussian noise of
-    standard deviation size * 2 clip: two updates of norm `clip` are at most 2 clip apart."""
+    """The weights that a client returns: their distance from what it was sent is clipped to `clip`, and noise is added.
+
+    The noise has a standard deviation of size * 2 clip: two updates of norm `clip` are at most 2 clip apart.
+    """
     moved = clipped({name: sent[name] - value for name, value in back.items()}, clip)
     if size:
         moved = noisy(moved, size * 2 * clip, noise)
@@ -59,8 +62,10 @@ def noisy_weights(
 
 
 def noisy_rows(rows: Tensor, size: float, noise: Noise) -> Tensor:
-    """Points of simplices [..., K] with Gaussian noise, projected back: all rows together move by at most
-    sqrt(2 rows) between two clients, which the noise's standard deviation is a multiple of."""
+    """Points of simplices [..., K] with Gaussian noise, projected back.
+
+    The noise's standard deviation is `size` times sqrt(2 rows): two clients' rows together are at most that far apart.
+    """
     far = SIMPLEX_DIAMETER * (rows.numel() // rows.shape[-1]) ** 0.5
     shifted = noisy({"rows": rows}, size * far, noise)["rows"]
     return project_to_simplex(shifted)
@@ -77,4 +82,8 @@ def project_to_simplex(v: Tensor) -> Tensor:
 
 def summed(messages: Sequence[Mapping[str, Tensor]]) -> Params:
     """What a secure-aggregation protocol would give the server: the sum of the clients' tensors, and no more."""
-    return {name: torch.stack([message[name] for message in messages]).sum(dim=0) for name in messages[0]}
+    total = {}
+    for name in messages[0]:
+        values = [message[name] for message in messages]
+        total[name] = torch.stack(values).sum(dim=0)
+    return total

@@ -11,13 +11,13 @@ BINS = 15  # of confidence, as in Guo et al. (2017)
 def score(log_p: Tensor, y: Tensor) -> dict[str, float]:
     """log p(y|x) [N, classes] against the true labels [N]: `points`, and if there are any, each of MEASURES.
 
-    balanced_accuracy: mean over the classes that are there of the share found. nll: a mean over points. ece: expected
-    calibration error.
+    balanced_accuracy: the share of a class that is predicted right, averaged over the classes that occur. nll: a mean over
+    points. ece: expected calibration error.
     """
     if not len(y):
         return {"points": 0.0}
-    confidence, found = log_p.to(torch.float64).exp().max(dim=1)
-    right = (found == y).to(torch.float64)
+    confidence, predicted = log_p.to(torch.float64).exp().max(dim=1)
+    right = (predicted == y).to(torch.float64)
     return {
         "points": float(len(y)),
         "accuracy": float(right.sum()) / len(y),
@@ -28,9 +28,10 @@ def score(log_p: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _balanced(right: Tensor, y: Tensor) -> float:
-    held = torch.bincount(y)
-    found = torch.bincount(y, weights=right)
-    return float((found[held > 0] / held[held > 0]).mean())
+    points = torch.bincount(y)
+    right_points = torch.bincount(y, weights=right)
+    occurs = points > 0
+    return float((right_points[occurs] / points[occurs]).mean())
 
 
 def _calibration_error(confidence: Tensor, right: Tensor) -> float:

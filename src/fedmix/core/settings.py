@@ -1,4 +1,7 @@
-"""Settings that every method has: how clients train, how the server steps, what protects an answer. Checked at birth."""
+"""Settings that every method has: how clients train, how the server steps, what protects an answer.
+
+They check themselves when they are made. The comment behind a setting is what the documentation says about it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +11,7 @@ from fedmix.errors import SettingError, one_of
 
 
 def require(holds: bool, name: str, must: str, given: Any) -> None:
+    """Refuse a setting that does not hold."""
     if not holds:
         raise SettingError(f"{name} must be {must}. Got {given!r} instead.")
 
@@ -41,7 +45,7 @@ class ClientSettings:
             raise SettingError(one_of("training.precision", self.precision, ("float32", "bfloat16")))
 
     def passes(self, epochs: int | None = None) -> Passes:
-        """Over a client's points; `epochs`, if given, instead of the usual number."""
+        """How clients go over their points; `epochs`, if given, replaces the usual number."""
         return Passes(self.batch_size, epochs or self.epochs, even=self.last_batch == "even")
 
 
@@ -51,14 +55,10 @@ class ServerSettings:
 
     optimizer: str = "adam"
     server_lr: float = 0.001
-    norm_limit: float = (
-        0.0  # a client's update of more than so many times the cohort's median norm is refused; 0: none is
-    )
+    norm_limit: float = 0.0  # an update of more than this many times the cohort's median norm is refused; 0: none is
     min_replies: int = 1  # a round with fewer ends the run, which can be resumed
     deadline: float = 0.0  # seconds after which a round goes on without clients that have not answered; 0: none
-    aggregation: str = (
-        "clients"  # or "linear": the server needs only sums over clients, as secure aggregation gives them
-    )
+    aggregation: str = "clients"  # or "linear": the server needs only sums over clients, as in secure aggregation
 
     def __post_init__(self) -> None:
         if self.aggregation not in ("clients", "linear"):

@@ -21,7 +21,7 @@ Carry = Any  # what a step hands to the next beside parameters: a tree of tensor
 
 
 class Batch(NamedTuple):
-    """A mini-batch: x [B, ...], y [B], c [B]. weight [B] is 1/B of the points that are really there, 0 of what fills up."""
+    """A mini-batch: x [B, ...], y [B], c [B]. weight [B] is 1/B for points that are really there, 0 for what fills up."""
 
     x: Tensor
     y: Tensor
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 PointLoss = Callable[[Mapping[str, Tensor], Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
 # (parameters, what stays the same while clients train, mini-batches, carry) -> (loss of each client [G], carry)
 GroupLosses = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, Carry]]
-# the same as PointLoss, of one client among several: and what stays the same while it trains
+# a PointLoss for one client among several, which is also given what stays the same while it trains
 GroupLoss = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, "Tensor | float", Carry]]
 
 
@@ -41,7 +41,7 @@ GroupLoss = Callable[[Mapping[str, Tensor], Any, Batch, Carry], tuple[Tensor, "T
 class Passes:
     """How a client goes over its points: in mini-batches of at most `batch_size`, `epochs` times.
 
-    even: as many mini-batches as are needed, their sizes one apart at most; otherwise full ones, and what is left over.
+    even: as many mini-batches as are needed, with sizes that differ by one at most; otherwise full ones, then what is left.
     """
 
     batch_size: int
@@ -52,12 +52,17 @@ class Passes:
         """Indices of the mini-batches, each pass over the n points in a new order."""
         for _ in range(self.epochs):
             order = torch.from_numpy(rng.permutation(n)).to(device)
-            parts = max(math.ceil(n / self.batch_size), 1)
-            yield from torch.tensor_split(order, parts) if self.even else torch.split(order, self.batch_size)
+            if self.even:
+                parts = max(math.ceil(n / self.batch_size), 1)
+                yield from torch.tensor_split(order, parts)
+            else:
+                yield from torch.split(order, self.batch_size)
 
 
 @dataclass(frozen=True)
 class Trained:
+    """What a client has after training."""
+
     params: Params
     carry: Carry
     loss: float  # mean over the steps of the last epoch
@@ -78,7 +83,7 @@ def mean_of_last_epoch(losses: list[float], epochs: int) -> float:
 
 
 def mean_loss(points: Tensor, penalty: Tensor | float, weight: Tensor) -> Tensor:
-    """What is minimised, from the loss of each point [..., B]: what fills a group up weighs nothing. -> [...]"""
+    """What is minimised, from the loss of each point [..., B]; points that only fill a group up weigh nothing. -> [...]"""
     if points.shape != weight.shape:
         raise ValueError(
             f"a loss must give one number for each of {weight.shape[-1]} points. Got {list(points.shape)}."
@@ -97,7 +102,7 @@ def train_client(
 ) -> Trained:
     """SGD on the loss of one mini-batch after the other. An error, or a loss that is not finite, names its step.
 
-    trains: which parameters; the others are used as they are.
+    trains: which parameters are trained; the others are used as they are.
     """
     # copies, since a module may touch its weights, and these are the server's
     current = {name: value.clone() for name, value in params.items()}
@@ -108,24 +113,34 @@ def train_client(
         batches = schedule.passes.batches(len(data), rng.child("batches"), data.x.device)
         for step, index in enumerate(batches, start=1):
             batch = _as_batch(data.batch(index, views))
-            leaves = {name: value.detach().requires_grad_() for name, value in current.items() if trains(name)}
+            leaves = _leaves(current, trains)
             try:
                 points, penalty, carry = loss_of(current | leaves, batch, carry)
                 loss = mean_loss(points, penalty, batch.weight)
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
+                grads = _gradients(loss, leaves) if leaves else {}
             except Exception as error:
                 raise StepError(f"step {step}: {type(error).__name__}: {error}") from error
             losses.append(loss.detach())
-            used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
             with torch.no_grad():
-                current, state = schedule.optimizer.update(current, used, state, schedule.factor)
+                current, state = schedule.optimizer.update(current, grads, state, schedule.factor)
     values = values_of(losses)
     refuse_what_is_not_finite(values, current)
     return Trained(current, carry, mean_of_last_epoch(values, schedule.passes.epochs))
 
 
+def _leaves(params: Mapping[str, Tensor], trains: Callable[[str], bool]) -> Params:
+    """The parameters that are trained, as leaves of a new graph."""
+    return {name: value.detach().requires_grad_() for name, value in params.items() if trains(name)}
+
+
+def _gradients(loss: Tensor, leaves: Params) -> Params:
+    """The gradients of what the loss depends on."""
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
+
+
 def values_of(losses: Sequence[Tensor]) -> list[float]:
-    """The losses as numbers: here a device is waited for."""
+    """The losses as numbers. This waits for the device."""
     values: list[float] = torch.stack(list(losses)).tolist() if losses else []
     return values
 
@@ -137,7 +152,7 @@ def _as_batch(points: Examples) -> Batch:
 
 
 def refuse_what_is_not_finite(losses: Sequence[float], params: Mapping[str, Tensor]) -> None:
-    """The first step whose loss is not finite, or weights that are not, end the training."""
+    """Raise an error that names the first step whose loss is not finite, or if the weights are not finite at the end."""
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
             raise StepError(f"step {step}: the loss is {value}; a smaller client_lr may help")
@@ -157,8 +172,8 @@ def train_group(
 ) -> list[Trained | StepError]:
     """`train_client` for G clients side by side: every tensor of `params`, `fixed` and `carry` has a first dimension of G.
 
-    The same mini-batches as each client would take alone. A client that has no mini-batch left keeps what it has, its carry
-    too. Gives each client's outcome, an error where its training failed.
+    Each client takes the same mini-batches as it would alone. A client that has no mini-batch left keeps its weights and its
+    carry. Gives what each client has after training, or an error where its training failed.
     """
     fill = _Filler(data, schedule.passes, rngs)
     current = {name: value.clone() for name, value in params.items()}
@@ -166,14 +181,14 @@ def train_group(
     losses: list[Tensor] = []
     for step in range(max(fill.steps)):
         batch = fill.batch(step)
-        leaves = {name: value.detach().requires_grad_() for name, value in current.items() if trains(name)}
-        each, new_carry = losses_of(current | leaves, fixed, batch, carry)
-        grads = torch.autograd.grad(each.sum(), list(leaves.values()), allow_unused=True)
-        losses.append(each.detach())
-        used = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
+        leaves = _leaves(current, trains)
+        client_losses, new_carry = losses_of(current | leaves, fixed, batch, carry)
+        grads = _gradients(client_losses.sum(), leaves)
+        losses.append(client_losses.detach())
         with torch.no_grad():
-            after, state_after = schedule.optimizer.update(current, used, state, schedule.factor)
-            if (active := fill.active(step)) is not None:  # somebody is done: no step without points
+            after, state_after = schedule.optimizer.update(current, grads, state, schedule.factor)
+            active = fill.active(step)
+            if active is not None:  # somebody is done, and must not step without points
                 after = _only(active, after, current)
                 state_after = {part: _only(active, tensors, state[part]) for part, tensors in state_after.items()}
                 new_carry = like_tree(carry, _only(active, tensors_of(new_carry), tensors_of(carry)))
@@ -182,7 +197,7 @@ def train_group(
 
 
 def with_leading_dimension(loss_of: GroupLoss) -> GroupLosses:
-    """The loss of each of G clients [G] from a loss that takes all of them at once: points [G, B], a penalty [G] or none."""
+    """The loss of each of G clients [G], from one that takes all of them at once: points [G, B], a penalty [G] or none."""
 
     def losses_of(params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
         points, penalty, after = loss_of(params, fixed, batch, carry)
@@ -194,7 +209,7 @@ def with_leading_dimension(loss_of: GroupLoss) -> GroupLosses:
 class Vectorised:
     """The loss of each of G clients [G], and their carry, from the loss of one client.
 
-    torch.vmap is given one flat tuple of tensors: its own way through nested containers costs more than small models do.
+    torch.vmap is given one flat tuple of tensors: walking through nested containers costs it more than small models do.
     """
 
     def __init__(self, loss_of: GroupLoss, params: Mapping[str, Tensor], fixed: Any, carry: Carry) -> None:
@@ -204,27 +219,30 @@ class Vectorised:
         self._fixed_names = list(tensors_of(fixed))
         self._carry = carry
         self._carry_names = list(tensors_of(carry))
-        self._vectorised = torch.vmap(self._of_one)
+        self._vectorised = torch.vmap(self._of_client)
 
-    def _of_one(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def _of_client(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """One client: parameters, what is fixed, the mini-batch and the carry, one after the other."""
-        params, at = len(self._names), len(self._names) + len(self._fixed_names)
-        fixed = like_tree(self._fixed, dict(zip(self._fixed_names, leaves[params:at], strict=True)))
-        batch = Batch(*leaves[at : at + len(Batch._fields)])
-        carried = dict(zip(self._carry_names, leaves[at + len(Batch._fields) :], strict=True))
+        params_end = len(self._names)
+        fixed_end = params_end + len(self._fixed_names)
+        batch_end = fixed_end + len(Batch._fields)
+        params = dict(zip(self._names, leaves[:params_end], strict=True))
+        fixed = dict(zip(self._fixed_names, leaves[params_end:fixed_end], strict=True))
+        batch = Batch(*leaves[fixed_end:batch_end])
+        carry = dict(zip(self._carry_names, leaves[batch_end:], strict=True))
         points, penalty, after = self._loss_of(
-            dict(zip(self._names, leaves[:params], strict=True)), fixed, batch, like_tree(self._carry, carried)
+            params, like_tree(self._fixed, fixed), batch, like_tree(self._carry, carry)
         )
-        told = tensors_of(after)
-        return (mean_loss(points, penalty, batch.weight), *(told[name] for name in self._carry_names))
+        carried = tensors_of(after)
+        return (mean_loss(points, penalty, batch.weight), *(carried[name] for name in self._carry_names))
 
     def __call__(self, params: Mapping[str, Tensor], fixed: Any, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
-        constant, told = tensors_of(fixed), tensors_of(carry)
+        constant, carried = tensors_of(fixed), tensors_of(carry)
         losses, *after = self._vectorised(
             *(params[name] for name in self._names),
             *(constant[name] for name in self._fixed_names),
             *batch,
-            *(told[name] for name in self._carry_names),
+            *(carried[name] for name in self._carry_names),
         )
         return losses, like_tree(self._carry, dict(zip(self._carry_names, after, strict=True)))
 
@@ -233,33 +251,45 @@ class _Filler:
     """The mini-batches of several clients as one tensor each, filled up with zeros that weigh nothing."""
 
     def __init__(self, data: Sequence[Examples], passes: Passes, rngs: Sequence[Stream]) -> None:
-        sizes = [len(points) for points in data]
-        self._x, self._y, self._c = (
-            _filled([getattr(points, name) for points in data], max(sizes)) for name in ("x", "y", "c")
-        )
-        device = self._x.device
-        plans = [list(passes.batches(n, rng.child("batches"), device)) for n, rng in zip(sizes, rngs, strict=True)]
+        longest = max(len(points) for points in data)
+        self._x = _filled([points.x for points in data], longest)
+        self._y = _filled([points.y for points in data], longest)
+        self._c = _filled([points.c for points in data], longest)
+        self._device = self._x.device
+        plans = self._plans(data, passes, rngs)
         self.steps = [len(plan) for plan in plans]
-        self._members = torch.arange(len(data), device=device).unsqueeze(1)
+        self._members = torch.arange(len(data), device=self._device).unsqueeze(1)
         self._batches: list[tuple[Tensor, Tensor]] = []
         self._active: list[Tensor | None] = []
         for step in range(max(self.steps)):
-            taken = [plan[step] if step < len(plan) else plan[0][:0] for plan in plans]
-            lengths = [len(points) for points in taken]
-            counts = torch.tensor(lengths, device=device)
-            index = _filled(taken, max(lengths))
-            there = torch.arange(index.shape[1], device=device) < counts.unsqueeze(1)
-            self._batches.append((index, there / counts.clamp(min=1).unsqueeze(1)))
-            self._active.append(None if min(lengths) else counts > 0)
+            self._add_step([plan[step] if step < len(plan) else plan[0][:0] for plan in plans])
+
+    def _plans(self, data: Sequence[Examples], passes: Passes, rngs: Sequence[Stream]) -> list[list[Tensor]]:
+        """The mini-batches of each client, as indices into its points."""
+        plans = []
+        for points, rng in zip(data, rngs, strict=True):
+            batches = passes.batches(len(points), rng.child("batches"), self._device)
+            plans.append(list(batches))
+        return plans
+
+    def _add_step(self, taken: Sequence[Tensor]) -> None:
+        """One more step, from the points that each client takes in it: none, if it is done."""
+        lengths = [len(points) for points in taken]
+        counts = torch.tensor(lengths, device=self._device)
+        index = _filled(taken, max(lengths))
+        there = torch.arange(index.shape[1], device=self._device) < counts.unsqueeze(1)
+        weight = there / counts.clamp(min=1).unsqueeze(1)
+        self._batches.append((index, weight))
+        self._active.append(None if min(lengths) else counts > 0)
 
     def batch(self, step: int) -> Batch:
-        """Everybody's mini-batch of a step."""
+        """The mini-batches of all clients in a step."""
         index, weight = self._batches[step]
         at = (self._members, index)
         return Batch(self._x[at], self._y[at], self._c[at], weight)
 
     def active(self, step: int) -> Tensor | None:
-        """Who still has a mini-batch in this step [G]; None: everybody."""
+        """Which clients still have a mini-batch in this step [G]; None: all of them."""
         return self._active[step]
 
 
@@ -281,7 +311,7 @@ def _outcomes(
 
 
 def _only(active: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Params:
-    """The new values of clients that are still training, the old ones of those that are done."""
+    """The new values for clients that are still training, the old ones for those that are done."""
     return {name: keep_rows(active, value, old[name]) for name, value in new.items()}
 
 

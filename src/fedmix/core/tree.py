@@ -12,38 +12,46 @@ Params = dict[str, Tensor]
 
 
 def flatten(tree: Any, prefix: str = "") -> Params:
-    """{'experts.0.fc.weight': ...} of any nesting of dicts, tuples, dataclasses, tensors and whole numbers."""
+    """Any nesting of dicts, tuples, dataclasses, tensors and whole numbers as {'experts.0.fc.weight': ...}."""
     if isinstance(tree, Tensor):
         return {prefix: tree}
     if isinstance(tree, int):
         return {prefix: torch.tensor(tree, dtype=torch.int64)}
     flat: Params = {}
     for key, value in _children(tree).items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else key)
+        flat |= flatten(value, _path(prefix, key))
     return flat
+
+
+def _path(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
 def unflatten(template: T, flat: Mapping[str, Tensor], prefix: str = "") -> T:
     """The tree of `template`'s form with `flat`'s tensors. Raises KeyError or ValueError where they do not fit."""
     node: Any = template
     if isinstance(node, Tensor):
-        value = flat[prefix]
-        if value.shape != node.shape or value.dtype != node.dtype:
-            raise ValueError(
-                f"{prefix} must be {list(node.shape)} {node.dtype}. Got {list(value.shape)} {value.dtype}."
-            )
-        return value  # type: ignore[return-value]
+        return _fitting(node, flat[prefix], prefix)  # type: ignore[return-value]
     if isinstance(node, int):
         return int(flat[prefix])  # type: ignore[return-value]
-    children: dict[str, Any] = {
-        key: unflatten(value, flat, f"{prefix}.{key}" if prefix else key) for key, value in _children(node).items()
-    }
+    children: dict[str, Any] = {}
+    for key, value in _children(node).items():
+        children[key] = unflatten(value, flat, _path(prefix, key))
     if isinstance(node, dict):
         return children  # type: ignore[return-value]
     if isinstance(node, tuple):
         return tuple(children.values())  # type: ignore[return-value]
     result: T = replace(node, **children)
     return result
+
+
+def _fitting(template: Tensor, value: Tensor, name: str) -> Tensor:
+    """The value, if it has the template's shape and type."""
+    if value.shape != template.shape or value.dtype != template.dtype:
+        raise ValueError(
+            f"{name} must be {list(template.shape)} {template.dtype}. Got {list(value.shape)} {value.dtype}."
+        )
+    return value
 
 
 def _children(node: Any) -> dict[str, Any]:
@@ -57,13 +65,13 @@ def _children(node: Any) -> dict[str, Any]:
 
 
 def tensors_of(tree: Any, prefix: str = "") -> Params:
-    """The tensors of a nesting of dicts, tuples and tensors, by the way to them, whatever order dicts have."""
+    """The tensors in a nesting of dicts, tuples and tensors, by the path to each: the order of a dict does not matter."""
     if isinstance(tree, Tensor):
         return {prefix: tree}
-    found: Params = {}
+    tensors: Params = {}
     for key, value in _branches(tree).items():
-        found |= tensors_of(value, f"{prefix}/{key}")
-    return found
+        tensors |= tensors_of(value, f"{prefix}/{key}")
+    return tensors
 
 
 def only_tensors(tree: Any) -> bool:
@@ -79,27 +87,36 @@ def like_tree(template: T, tensors: Mapping[str, Tensor], prefix: str = "") -> T
 
 
 def stack_trees(trees: Sequence[T]) -> T:
-    """Trees of one form as one: each tensor with a new first dimension; what is no tensor must be the same in all."""
+    """Trees of one form as one: each tensor gets a new first dimension; what is no tensor must be the same in all."""
     first = trees[0]
     if isinstance(first, Tensor):
         return torch.stack(trees)  # type: ignore[return-value, arg-type]
     branches = [_branches(tree) for tree in trees]
-    if not branches[0]:
-        if any(tree != first for tree in trees):
-            raise ValueError(
-                f"numbers that stay the same in training must be the same for all clients. Got {trees[:3]}."
-            )
+    keys = branches[0].keys()
+    if not keys:
+        _refuse_different_leaves(trees)
         return first
-    if any(own.keys() != branches[0].keys() for own in branches):
+    if any(tree.keys() != keys for tree in branches):
         raise ValueError("what clients have beside weights must have the same names for all of them.")
-    stacked = {key: stack_trees([own[key] for own in branches]) for key in branches[0]}
+    stacked = {}
+    for key in keys:
+        values = [tree[key] for tree in branches]
+        stacked[key] = stack_trees(values)
     return _like(first, stacked)
 
 
+def _refuse_different_leaves(leaves: Sequence[Any]) -> None:
+    if any(leaf != leaves[0] for leaf in leaves):
+        raise ValueError(f"numbers that stay the same in training must be the same for all clients. Got {leaves[:3]}.")
+
+
 def _branches(tree: Any) -> dict[str, Any]:
+    """What a dict, tuple or list holds; anything else is a leaf and holds nothing."""
     if isinstance(tree, dict):
         return {str(key): value for key, value in tree.items()}
-    return {str(i): value for i, value in enumerate(tree)} if isinstance(tree, (tuple, list)) else {}
+    if isinstance(tree, (tuple, list)):
+        return {str(i): value for i, value in enumerate(tree)}
+    return {}
 
 
 def _like(template: T, branches: Mapping[str, Any]) -> T:
@@ -108,16 +125,20 @@ def _like(template: T, branches: Mapping[str, Any]) -> T:
     if isinstance(node, dict):
         return {key: branches[str(key)] for key in node}  # type: ignore[return-value]
     values = list(branches.values())
-    return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)  # type: ignore[no-any-return]
+    if hasattr(node, "_fields"):  # a named tuple
+        return type(node)(*values)  # type: ignore[no-any-return]
+    return type(node)(values)  # type: ignore[no-any-return]
 
 
 def _mapped(tree: T, change: Callable[[str, Tensor], Tensor], prefix: str) -> T:
+    """The same tree with each tensor changed, which is told the path to it."""
     if isinstance(tree, Tensor):
         return change(prefix, tree)  # type: ignore[return-value]
     branches = _branches(tree)
     if not branches:
         return tree
-    return _like(tree, {key: _mapped(value, change, f"{prefix}/{key}") for key, value in branches.items()})
+    changed = {key: _mapped(value, change, f"{prefix}/{key}") for key, value in branches.items()}
+    return _like(tree, changed)
 
 
 def subtree(flat: Mapping[str, Tensor], prefix: str) -> Params:

@@ -43,7 +43,9 @@ class Examples:
     def batch(self, index: Tensor, rng: Stream) -> "Examples":
         """Some of the points, as they are trained on."""
         x = self.x[index]
-        return Examples(self.augment(x, rng) if self.augment else x, self.y[index], self.c[index])
+        if self.augment:
+            x = self.augment(x, rng)
+        return Examples(x, self.y[index], self.c[index])
 
 
 class Clients(Protocol):
@@ -78,7 +80,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a server update found out on the way: numbers, and small lists, for metrics."""
+    """What a server update has measured on the way: numbers, and small lists, for metrics."""
 
     divergence: float | None
     detail: Mapping[str, Any] = field(default_factory=dict)

@@ -63,19 +63,21 @@ def importance_bound(model: VAE, x: Tensor, noise: Tensor) -> Tensor:
 
 
 def train_vae(x: Tensor, validation: Tensor, rng: Stream) -> tuple[Params, int]:
-    """A client's VAE, and how many epochs it took: Adam, B = 10, the best epoch by the bound on validation data.
+    """A client's VAE, and how many epochs it took: Adam, B = 10; the best epoch by the bound on validation data counts.
 
     x [N, D]; a client without validation points is judged by its training points.
     """
     judged = validation if len(validation) else x
     with rng.torch():
         model = VAE(x.shape[1]).to(x.device)
-        noise = torch.randn(len(judged), LATENT, device=x.device)  # the same for every epoch: epochs compare
+        noise = torch.randn(len(judged), LATENT, device=x.device)  # the same in every epoch, so that epochs compare
         optimizer = torch.optim.Adam(model.parameters(), fused=x.device.type == "cpu")
-        best, best_state, since, epoch = -math.inf, copy.deepcopy(model.state_dict()), 0, 0
+        best, best_state = -math.inf, copy.deepcopy(model.state_dict())
+        since, epoch = 0, 0  # since: epochs after the best one
         while since < PATIENCE and epoch < MOST_EPOCHS:
             epoch += 1
-            for index in torch.split(torch.from_numpy(rng.permutation(len(x))).to(x.device), BATCH):
+            order = torch.from_numpy(rng.permutation(len(x))).to(x.device)
+            for index in torch.split(order, BATCH):
                 loss = -model.bound(x[index], torch.randn(len(index), LATENT, device=x.device)).mean()
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -91,7 +93,7 @@ def train_vae(x: Tensor, validation: Tensor, rng: Stream) -> tuple[Params, int]:
 def log_densities(clients: list[Params], x: Tensor, rng: Stream) -> Tensor:
     """log p(x|s) of every client's VAE by the importance-weighted bound: x [B, D] -> [B, S].
 
-    The same noise for every client, so that they are compared by what they are.
+    Every client gets the same noise, so that they differ by their weights alone.
     """
     with rng.torch():
         noise = torch.randn(SAMPLES, len(x), LATENT, device=x.device)

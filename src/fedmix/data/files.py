@@ -19,7 +19,7 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 def folders(data_dir: str | None) -> list[Path]:
-    """Where data is looked for, in this order: the one that was named, $FEDMIX_DATA, the user's cache."""
+    """List where data is looked for, in this order: the folder that was named, $FEDMIX_DATA, the user's cache."""
     named = [data_dir, os.environ.get("FEDMIX_DATA")]
     return [Path(os.path.expanduser(name)) for name in named if name] + [cache_folder() / "data"]
 
@@ -28,14 +28,14 @@ _kept_in: ContextVar[Path | None] = ContextVar("kept_in", default=None)
 
 
 def cache_folder() -> Path:
-    """Decoded arrays and downloads live here: $FEDMIX_CACHE, or fedmix in the user's cache."""
+    """Return the folder of decoded arrays and downloads: $FEDMIX_CACHE, or fedmix in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return _kept_in.get() or Path(os.environ.get("FEDMIX_CACHE") or Path(home) / "fedmix")
 
 
 @contextmanager
 def keep_decoded_in(folder: Path) -> Iterator[None]:
-    """Inside this block decoded arrays are kept in that folder: a site's own data stays with the site."""
+    """Keep decoded arrays in that folder while inside this block, so that a site's data stays with the site."""
     token = _kept_in.set(folder)
     try:
         yield
@@ -60,29 +60,42 @@ class Version:
     """One form in which a data set is published: where its files lie, their checksums, how they are read."""
 
     layouts: tuple[str, ...]  # subfolders of a data folder, the publisher's or torchvision's first
-    checksums: Mapping[str, str]  # of each file, "" where none is published; a name with * stands for one or more files
+    checksums: Mapping[str, str]  # file -> checksum, "" where none is published; * in a name: one file or more
     decode: Callable[[Sequence[Path]], Arrays]
     downloads: tuple[Download, ...] = ()
 
     def look(self, data_dir: str | None) -> tuple[list[Path], list[str]]:
-        """The files in the first folder that has all of them, else in the first that has any; and what is missing there."""
-        begun: list[tuple[list[Path], list[str]]] = []
-        for folder in (place / layout for place in folders(data_dir) for layout in self.layouts):
-            found = {name: _matches(folder, name) for name in self.checksums}
-            missing = [name for name, paths in found.items() if not paths]
-            here = [path for paths in found.values() for path in paths]
+        """Return the files in the first folder that has all of them, else in the first that has any; and what is missing."""
+        incomplete: list[tuple[list[Path], list[str]]] = []
+        for folder in self._places(data_dir):
+            paths, missing = self._look_in(folder)
             if not missing:
-                return here, []
-            if here:
-                begun.append((here, missing))
-        return begun[0] if begun else ([], list(self.checksums))
+                return paths, []
+            if paths:
+                incomplete.append((paths, missing))
+        return incomplete[0] if incomplete else ([], list(self.checksums))
+
+    def _places(self, data_dir: str | None) -> list[Path]:
+        return [folder / layout for folder in folders(data_dir) for layout in self.layouts]
+
+    def _look_in(self, folder: Path) -> tuple[list[Path], list[str]]:
+        """Return the files that are in a folder, and the names of those that are not."""
+        paths: list[Path] = []
+        missing: list[str] = []
+        for name in self.checksums:
+            matches = _matches(folder, name)
+            paths += matches
+            if not matches:
+                missing.append(name)
+        return paths, missing
 
 
 def _matches(folder: Path, name: str) -> list[Path]:
-    """A file by name, packed or not; or all that fit a pattern."""
+    """Find a file by name, packed or not; or all that fit a pattern."""
     if "*" in name:
         return sorted(path for path in folder.glob(name) if path.is_file())
-    return [path for path in (folder / name, folder / name.removesuffix(".gz")) if path.is_file()][:1]
+    packed_or_not = (folder / name, folder / name.removesuffix(".gz"))
+    return [path for path in packed_or_not if path.is_file()][:1]
 
 
 @dataclass(frozen=True)
@@ -100,25 +113,23 @@ class Dataset:
     owners: int = 0  # people who wrote the points to train, where they are known
     new_owners: int = 0  # others, who wrote test points only
     coarse: int = 0  # coarse labels
-    mean: tuple[
-        float, ...
-    ] = ()  # of values in [0, 1], channel by channel; measured on the training points where not given
+    # Of values in [0, 1], channel by channel; measured on the training points where they are not given.
+    mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
     @property
     def offered(self) -> Version | None:
-        """The version that can be downloaded."""
+        """The version that can be downloaded, if there is one."""
         return next((version for version in self.versions if version.downloads), None)
 
     def look(self, data_dir: str | None) -> tuple[Version, list[Path], list[str]]:
-        """The first version that is all there, else the first of which there is anything; its files; what is missing."""
-        seen = [(version, *version.look(data_dir)) for version in self.versions]
-        whole = [each for each in seen if not each[2]]
-        begun = [each for each in seen if each[1]]
-        return (whole or begun or seen)[0]
+        """Return the first version that is all here, else the first of which anything is; its files; what is missing."""
+        candidates = [(version, *version.look(data_dir)) for version in self.versions]
+        # Of candidates that are equally far from being whole, min takes the first.
+        return min(candidates, key=lambda candidate: _far_from_whole(*candidate[1:]))
 
     def find(self, data_dir: str | None) -> tuple[Version, list[Path]]:
-        """A whole version, or an error that says what is missing and where to get it."""
+        """Return a whole version, or raise an error that says what is missing and where to get it."""
         version, paths, missing = self.look(data_dir)
         if paths and missing:
             raise DataError(
@@ -126,7 +137,7 @@ class Dataset:
                 f"{self.publisher}."
             )
         if missing:
-            where = ", ".join(str(place) for place in folders(data_dir))
+            where = ", ".join(str(folder) for folder in folders(data_dir))
             get = f"run: fedmix data get {self.name}, or " if self.offered else ""
             raise DataMissing(
                 f"{self.name} was not found in {where}. To have it, {get}unpack it from {self.publisher} into a folder "
@@ -135,16 +146,26 @@ class Dataset:
         return version, paths
 
     def arrays(self, data_dir: str | None) -> Arrays:
-        """The decoded files, verified and decoded the first time, mapped from the cache after that."""
+        """Return the decoded files, verified and decoded the first time, mapped from the cache after that."""
         version, paths = self.find(data_dir)
 
         def decode() -> Arrays:
             for path in paths:
                 verify(path, _checksum(version.checksums, path))
             arrays = version.decode(paths)
-            return arrays if self.mean else arrays | moments(arrays["x"][: int(arrays["train"])])
+            if self.mean:
+                return arrays
+            to_train = int(arrays["train"])
+            return arrays | moments(arrays["x"][:to_train])
 
         return cached(self.name, paths, decode)
+
+
+def _far_from_whole(paths: Sequence[Path], missing: Sequence[str]) -> int:
+    """Rank what there is of a version: 0 if it is whole, 1 if something is missing, 2 if nothing is here."""
+    if not missing:
+        return 0
+    return 1 if paths else 2
 
 
 def moments(x: npt.NDArray[np.generic]) -> Arrays:
@@ -153,33 +174,42 @@ def moments(x: npt.NDArray[np.generic]) -> Arrays:
     means, stds = [], []
     for channel in range(x.shape[1]):
         counts = np.zeros(256, np.int64)
-        for start in range(0, len(x), 4096):  # a few at a time: counting turns bytes into large numbers
+        # A few images at a time: counting turns their bytes into large numbers.
+        for start in range(0, len(x), 4096):
             counts += np.bincount(x[start : start + 4096, channel].ravel(), minlength=256)
         share = counts / counts.sum()
-        means.append(share @ values)
-        stds.append(np.sqrt(share @ (values - means[-1]) ** 2) or 1.0)
+        mean = share @ values
+        means.append(mean)
+        # A channel that never changes has no deviation to divide by.
+        stds.append(np.sqrt(share @ (values - mean) ** 2) or 1.0)
     return {"mean": np.array(means), "std": np.array(stds)}
 
 
 def _checksum(checksums: Mapping[str, str], path: Path) -> str:
-    """The published checksum of a file; a packed file that was unpacked has none."""
-    return next((value for name, value in checksums.items() if fnmatch.fnmatch(path.name, name)), "")
+    """Return the published checksum of a file; a packed file that was unpacked has none."""
+    return next((checksum for name, checksum in checksums.items() if fnmatch.fnmatch(path.name, name)), "")
+
+
+def digest_like(path: Path, checksum: str) -> str:
+    """Compute the digest of a file in the form of a given checksum, MD5 or SHA-256."""
+    algorithm = "md5" if len(checksum) == 32 else "sha256"
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def verify(path: Path, checksum: str) -> None:
     """Compare a file with its published checksum, where there is one."""
     if not checksum:
         return
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "md5" if len(checksum) == 32 else "sha256").hexdigest()
-    if found != checksum:
+    digest = digest_like(path, checksum)
+    if digest != checksum:
         raise DataError(
-            f"{path} must have the published checksum {checksum}. It has {found}; it is damaged or another file."
+            f"{path} must have the published checksum {checksum}. It has {digest}; it is damaged or another file."
         )
 
 
 def intact(version: Version, paths: Sequence[Path]) -> bool:
-    """Whether files are what was published, as far as checksums are."""
+    """Say whether files are what was published, as far as there are checksums to tell."""
     try:
         for path in paths:
             verify(path, _checksum(version.checksums, path))
@@ -189,20 +219,29 @@ def intact(version: Version, paths: Sequence[Path]) -> bool:
 
 
 def cached(name: str, paths: Sequence[Path], decode: Callable[[], Arrays], *how: object) -> Arrays:
-    """Decoded once for these files (by place, size and time) and this way of reading them; then mapped from the cache."""
-    seen = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    key = hashlib.blake2b(repr((seen, how)).encode(), digest_size=8).hexdigest()
+    """Decode files once, and map their arrays from the cache after that.
+
+    Files are known by place, size and time; how: what else the arrays depend on.
+    """
+    file_states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    key = hashlib.blake2b(repr((file_states, how)).encode(), digest_size=8).hexdigest()
     target = cache_folder() / "arrays" / f"{name}-{key}"
     if not target.is_dir():
-        part = target.with_suffix(f".{os.getpid()}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        try:
-            for each, array in decode().items():
-                np.save(part / f"{each}.npy", array, allow_pickle=False)
-            os.replace(part, target)  # whole or not at all
-        except OSError:
-            if not target.is_dir():  # another process was not quicker
-                raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        _fill_cache(target, decode)
     return {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in target.glob("*.npy")}
+
+
+def _fill_cache(target: Path, decode: Callable[[], Arrays]) -> None:
+    """Write decoded arrays into a folder that appears whole or not at all, whoever else is writing the same."""
+    part = target.with_suffix(f".{os.getpid()}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, array in decode().items():
+            np.save(part / f"{name}.npy", array, allow_pickle=False)
+        os.replace(part, target)
+    except OSError:
+        # If the folder is there now, another process was quicker, and its arrays are the same.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Publishers' file formats -> arrays. What is truncated or is another format is refused by name."""
+"""Publishers' file formats -> arrays. A file that is truncated or of another format is refused by name."""
 
 import gzip
 import io
@@ -19,10 +19,14 @@ from fedmix.errors import DataError
 Bytes = npt.NDArray[np.uint8]
 Whole = npt.NDArray[np.integer[Any]]
 WRITERS = ("train_writer", "test_writer")
+IDX_KINDS: dict[bytes, np.dtype[Any]] = {
+    b"\x00\x00\x08": np.dtype(np.uint8),
+    b"\x00\x00\x0c": np.dtype(">i4"),
+}
 
 
 def read_whole(path: Path) -> bytes:
-    """A file's bytes; .gz is unpacked."""
+    """Read a file's bytes; .gz is unpacked."""
     data = path.read_bytes()
     if path.suffix != ".gz":
         return data
@@ -32,7 +36,7 @@ def read_whole(path: Path) -> bytes:
 
 @contextmanager
 def _format(path: Path, what: str) -> Iterator[None]:
-    """Whatever a reader stumbles over inside the block becomes one clear line."""
+    """Turn whatever a reader stumbles over inside the block into one clear line. what: the form that the file must have."""
     try:
         yield
     except DataError:
@@ -51,20 +55,30 @@ def _format(path: Path, what: str) -> Iterator[None]:
 
 
 def idx(path: Path, data: bytes) -> Whole:
-    """LeCun's idx format: 0 0 type rank, sizes as big-endian numbers, then the values: unsigned bytes or 32-bit integers."""
-    kinds: dict[bytes, np.dtype[Any]] = {b"\x00\x00\x08": np.dtype(np.uint8), b"\x00\x00\x0c": np.dtype(">i4")}
-    if len(data) < 4 or data[:3] not in kinds:
+    """Decode LeCun's idx format: 0 0 type rank, sizes as big-endian numbers, then unsigned bytes or 32-bit integers."""
+    if len(data) < 4 or data[:3] not in IDX_KINDS:
         raise DataError(f"{path} must be an idx file of unsigned bytes or integers. It does not begin like one.")
-    kind, rank = kinds[data[:3]], data[3]
-    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=rank, offset=4)) if len(data) >= 4 + 4 * rank else ()
-    start, wanted = 4 + 4 * rank, int(np.prod(shape)) * kind.itemsize
-    if not shape or len(data) != start + wanted:
-        raise DataError(f"{path} must hold {start + wanted} bytes by its own header. It has {len(data)}; get it again.")
+    kind, rank = IDX_KINDS[data[:3]], data[3]
+    shape = _idx_shape(data, rank)
+    start = 4 + 4 * rank
+    wanted = start + int(np.prod(shape)) * kind.itemsize
+    if not shape or len(data) != wanted:
+        raise DataError(f"{path} must hold {wanted} bytes by its own header. It has {len(data)}; get it again.")
     return np.frombuffer(data, kind, offset=start).reshape(shape)
 
 
+def _idx_shape(data: bytes, rank: int) -> tuple[int, ...]:
+    """Read the sizes in an idx header, or nothing if the file ends within its header."""
+    if len(data) < 4 + 4 * rank:
+        return ()
+    return tuple(int(size) for size in np.frombuffer(data, ">u4", count=rank, offset=4))
+
+
 def cifar_binary(path: Path, data: bytes, labels: int) -> tuple[Bytes, Bytes]:
-    """CIFAR's binary version: rows of `labels` label bytes and 3 x 32 x 32 values -> images [N, 3, 32, 32], labels [N, L]."""
+    """Decode CIFAR's binary version: images [N, 3, 32, 32] and labels [N, L].
+
+    A row of the file holds `labels` label bytes, then 3 x 32 x 32 values.
+    """
     row = labels + 3072
     if not data or len(data) % row:
         raise DataError(f"{path} must hold rows of {row} bytes. It has {len(data)} bytes; get it again.")
@@ -73,7 +87,7 @@ def cifar_binary(path: Path, data: bytes, labels: int) -> tuple[Bytes, Bytes]:
 
 
 def cifar_python(path: Path, data: bytes, labels: Sequence[str]) -> tuple[Bytes, Bytes]:
-    """CIFAR's python version, a pickled dict: images [N, 3, 32, 32], the labels of these keys [N, L]."""
+    """Decode CIFAR's python version, a pickled dict: images [N, 3, 32, 32] and the labels under these keys [N, L]."""
     with _format(path, "a batch of CIFAR's python version"):
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
         x = np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32)
@@ -84,12 +98,13 @@ def cifar_python(path: Path, data: bytes, labels: Sequence[str]) -> tuple[Bytes,
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Admits numpy arrays and plain containers, and nothing else: no name is looked up that is not in this table."""
+    """An unpickler that admits numpy arrays and plain containers: no name is looked up that is not in this table."""
 
     ADMITTED: Mapping[tuple[str, str], Any] = {
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),  # how Python 3 writes bytes for Python 2
+        # Python 3 writes bytes in this way when it pickles for Python 2.
+        ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),
     } | {
         (f"numpy.{core}.multiarray", "_reconstruct"): lambda kind, shape, code: np.ndarray((0,), np.dtype("b"))
         for core in ("core", "_core")
@@ -104,7 +119,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def leaf_json(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str]]:
-    """LEAF's all_data_*.json: images [N, 1, 28, 28], labels [N], the number of each point's user [N], users' names."""
+    """Decode LEAF's all_data_*.json: images [N, 1, 28, 28], labels [N], each point's user as a number [N], users' names."""
     x: list[Bytes] = []
     y: list[Whole] = []
     names: list[str] = []
@@ -112,17 +127,24 @@ def leaf_json(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str]]:
         with _format(path, "a file of LEAF's FEMNIST"):
             content = json.loads(path.read_bytes())
             for user in content["users"]:
-                own = content["user_data"][user]
-                x.append(_as_bytes(np.asarray(own["x"], np.float32).reshape(-1, 1, 28, 28)))
-                y.append(np.asarray(own["y"], np.int64))
-                if len(x[-1]) != len(y[-1]):
-                    raise ValueError(f"user {user} has {len(x[-1])} images and {len(y[-1])} labels")
+                images, labels = _leaf_user(user, content["user_data"][user])
+                x.append(images)
+                y.append(labels)
                 names.append(str(user))
-    return np.concatenate(x), np.concatenate(y), np.repeat(np.arange(len(names)), [len(part) for part in y]), names
+    sizes = [len(labels) for labels in y]
+    return np.concatenate(x), np.concatenate(y), np.repeat(np.arange(len(names)), sizes), names
+
+
+def _leaf_user(user: Any, points: Mapping[str, Any]) -> tuple[Bytes, Whole]:
+    images = _pictures(points["x"])
+    labels = np.asarray(points["y"], np.int64)
+    if len(images) != len(labels):
+        raise ValueError(f"user {user} has {len(images)} images and {len(labels)} labels")
+    return images, labels
 
 
 def tff_h5(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str], int]:
-    """TFF's fed_emnist_train.h5 and _test.h5: images, labels, writers' numbers and names as in `leaf_json`; points to train."""
+    """Decode TFF's fed_emnist_train.h5 and _test.h5: what `leaf_json` gives, and how many of the points are to train."""
     try:
         import h5py
     except ImportError as error:
@@ -130,27 +152,36 @@ def tff_h5(paths: Sequence[Path]) -> tuple[Bytes, Whole, Whole, list[str], int]:
     x: list[Bytes] = []
     y: list[Whole] = []
     owner: list[Whole] = []
-    number: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # writer's name -> number, in the order in which they appear
     train = 0
     for path in paths:
         with _format(path, "a file of TFF's federated EMNIST"), h5py.File(path) as file:
             for name, group in file["examples"].items():
-                x.append(_as_bytes(np.asarray(group["pixels"], np.float32).reshape(-1, 1, 28, 28)))
-                y.append(np.asarray(group["label"], np.int64))
-                owner.append(np.full(len(y[-1]), number.setdefault(str(name), len(number))))
+                images = _pictures(group["pixels"])
+                labels = np.asarray(group["label"], np.int64)
+                number = numbers.setdefault(str(name), len(numbers))
+                x.append(images)
+                y.append(labels)
+                owner.append(np.full(len(labels), number))
+        # The first file is the one to train.
         train = train or sum(map(len, y))
-    return np.concatenate(x), np.concatenate(y), np.concatenate(owner), list(number), train
+    return np.concatenate(x), np.concatenate(y), np.concatenate(owner), list(numbers), train
+
+
+def _pictures(values: Any) -> Bytes:
+    """Turn values in [0, 1], 784 a point, into images of bytes [N, 1, 28, 28]."""
+    return _as_bytes(np.asarray(values, np.float32).reshape(-1, 1, 28, 28))
 
 
 def _as_bytes(x: npt.NDArray[np.float32]) -> Bytes:
-    """Values in [0, 1], which both publishers made from bytes, as bytes again."""
+    """Turn values in [0, 1], which both publishers made from bytes, into bytes again."""
     if x.size and not (x.min() >= 0 and x.max() <= 1):
         raise ValueError(f"values from {x.min()} to {x.max()}, not from 0 to 1")
     return np.rint(x * 255).astype(np.uint8)
 
 
 def writers_npz(path: Path) -> tuple[Whole, Whole]:
-    """The writer of every MNIST digit, to train and to test, in MNIST's order."""
+    """Read the writer of every MNIST digit, to train and to test, in MNIST's order."""
     with _format(path, f"an npz with {' and '.join(WRITERS)}"):
         arrays = npz_arrays(path, WRITERS)
         train, test = (arrays[name].astype(np.int64) for name in WRITERS)
@@ -158,7 +189,7 @@ def writers_npz(path: Path) -> tuple[Whole, Whole]:
 
 
 def npz_arrays(path: Path, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
-    """Those of the named arrays that an .npz holds."""
+    """Read those of the named arrays that an .npz holds."""
     with (
         _format(path, "an .npz of plain arrays"),
         open(path, "rb") as file,
@@ -168,6 +199,6 @@ def npz_arrays(path: Path, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
 
 
 def qmnist_writers(paths: Sequence[Path]) -> tuple[Whole, Whole]:
-    """The same from QMNIST's label files, whose third column is the writer; its first 10,000 test digits are MNIST's."""
+    """Read the same from QMNIST's label files: their third column is the writer, their first 10,000 test digits MNIST's."""
     train, test = (idx(path, read_whole(path))[:, 2].astype(np.int64) for path in paths)
     return train, test[:10_000]

@@ -1,10 +1,16 @@
 """Named data sets: files -> arrays. `digits` is embedded; the others are read from the user's folders.
 
 Decoded images are cached as memory-mapped arrays, so that a second start is quick and workers share one copy.
+For example:
+
+    source = load("cifar100", data_dir="~/data")
+    source.x  # bytes [60000, 3, 32, 32]
+    source.y  # fine labels [60000], the first source.train of them to train
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,7 +38,7 @@ class Source:
     """Labelled data before it is dealt out: images of bytes or numbers x [N, ...], labels y [N].
 
     The first `train` points are the publisher's training set, the rest its test set; train = N: there is no such division.
-    mean, std: what to subtract and divide by, channel by channel, of values in [0, 1].
+    mean, std: what values in [0, 1] are normalised with, channel by channel: (value - mean) / std.
     """
 
     x: Tensor
@@ -44,49 +50,65 @@ class Source:
     owner: Tensor | None = None  # who each point belongs to [N], a number into `owners`, where that is known
     owners: Sequence[str] = ()
     coarse: Tensor | None = None  # a coarser label of each point [N]
-    column: Tensor | None = None  # side information of the user's own [N], a number from 0
-    kinds: Sequence[str] = ()  # what the user calls its values
+    column: Tensor | None = None  # side information that the user gives [N], a number from 0
+    kinds: Sequence[str] = ()  # what the user calls the values of `column`
     labels: Sequence[str] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
 
 
 def digits(data_dir: str | None = None) -> Source:
-    """1,797 handwritten digits, 8 x 8, from scikit-learn (DIGITS.md): x [1797, 1, 8, 8] in [0, 1]."""
+    """Load scikit-learn's 1,797 handwritten digits of 8 x 8 (DIGITS.md): x [1797, 1, 8, 8] in [0, 1]."""
     with (files("fedmix.data") / "digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         x = torch.from_numpy(arrays["x"].astype(np.float32) / 16).unsqueeze(1)
-        return Source(x, torch.from_numpy(arrays["y"].astype(np.int64)), 10, len(x))
+        y = torch.from_numpy(arrays["y"].astype(np.int64))
+    return Source(x, y, classes=10, train=len(x))
 
 
 def _cifar_arrays(read: Callable[..., Any], labels: Any) -> Callable[[Sequence[Path]], Arrays]:
-    """Batches to train, then one to test; the last of the labels is y, one before it the coarse label."""
+    """Make a decoder of batches to train and a last one to test.
+
+    The last label of a point is y; if there is one before it, that is the coarse label.
+    """
 
     def decode(paths: Sequence[Path]) -> Arrays:
         batches = [read(path, path.read_bytes(), labels) for path in paths]
-        x, y = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
-        coarse = {"coarse": y[:, 0]} if y.shape[1] > 1 else {}
-        return {"x": x, "y": y[:, -1], "train": np.array(len(x) - len(batches[-1][0]))} | coarse
+        x = np.concatenate([images for images, _ in batches])
+        y = np.concatenate([labels_of_batch for _, labels_of_batch in batches])
+        test_images, _ = batches[-1]
+        arrays = {"x": x, "y": y[:, -1], "train": np.array(len(x) - len(test_images))}
+        if y.shape[1] > 1:
+            arrays["coarse"] = y[:, 0]
+        return arrays
 
     return decode
 
 
 def _idx_arrays(paths: Sequence[Path], upright: bool = True, first: int = 0) -> Arrays:
-    """Images and labels to train, then to test. upright: rows before columns; first: the number of the first class."""
-    arrays = [idx(path, read_whole(path)) for path in paths]
-    x, y = np.concatenate([arrays[0], arrays[2]])[:, None], np.concatenate([arrays[1], arrays[3]])
-    return {"x": x if upright else x.swapaxes(2, 3), "y": y - first, "train": np.array(len(arrays[0]))}
+    """Decode four files: images and labels to train, then to test.
+
+    upright: rows come before columns; first: the number of the first class.
+    """
+    train_x, train_y, test_x, test_y = (idx(path, read_whole(path)) for path in paths)
+    x = np.concatenate([train_x, test_x])[:, None]
+    y = np.concatenate([train_y, test_y])
+    return {"x": x if upright else x.swapaxes(2, 3), "y": y - first, "train": np.array(len(train_x))}
 
 
 def _leaf_arrays(paths: Sequence[Path]) -> Arrays:
+    """Decode LEAF's files, which have no test set of their own."""
     x, y, owner, names = leaf_json(paths)
     return {"x": x, "y": y, "owner": owner, "owners": np.array(names), "train": np.array(len(x))}
 
 
 def _tff_arrays(paths: Sequence[Path]) -> Arrays:
+    """Decode TensorFlow Federated's two files: points to train, then to test."""
     x, y, owner, names, train = tff_h5(paths)
     return {"x": x, "y": y, "owner": owner, "owners": np.array(names), "train": np.array(train)}
 
 
 def _writer_arrays(read: Callable[[Any], tuple[Any, Any]]) -> Callable[[Sequence[Path]], Arrays]:
+    """Make a decoder of who wrote each point. `read` gives the writers of the points to train and to test."""
+
     def decode(paths: Sequence[Path]) -> Arrays:
         train, test = read(paths)
         owners, owner = np.unique(np.concatenate([train, test]), return_inverse=True)
@@ -164,15 +186,16 @@ CIFAR100 = Dataset(
 
 
 def _four_idx_files(prefix: str, names: tuple[str, str], checksums: Sequence[str]) -> dict[str, str]:
-    """The names of images and labels to train and to test, with their checksums."""
+    """Name the files of images and labels to train and to test, with their checksums."""
     kinds = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
-    return dict(zip((f"{prefix}{part}-{kind}" for part in names for kind in kinds), checksums, strict=True))
+    files_in_order = [f"{prefix}{part}-{kind}" for part in names for kind in kinds]
+    return dict(zip(files_in_order, checksums, strict=True))
 
 
 def _idx_dataset(
     name: str, about: str, publisher: str, layouts: tuple[str, ...], mirror: str, sums: Sequence[str]
 ) -> Dataset:
-    """MNIST and what has its form: 60,000 + 10,000 grey images of 28 x 28 in ten classes."""
+    """Describe MNIST or a data set of its form: 60,000 + 10,000 grey images of 28 x 28 in ten classes."""
     checksums = _four_idx_files("", ("train", "t10k"), sums)
     downloads = tuple(Download(mirror + file, checksum) for file, checksum in checksums.items())
     version = Version(layouts, checksums, _idx_arrays, downloads)
@@ -216,7 +239,8 @@ FASHION_MNIST = replace(
 
 
 def _emnist(part: str, classes: int, train: int, test: int) -> Dataset:
-    """One of EMNIST's six divisions. Its images lie on their side, and letters are numbered from 1."""
+    """Describe one of EMNIST's six divisions. Its images lie on their side, and letters are numbered from 1."""
+    first = 1 if part == "letters" else 0
     return Dataset(
         name=f"emnist-{part}",
         about=f"EMNIST (Cohen et al., 2017), {part}: {train + test:,} characters of 28 x 28, {classes} classes",
@@ -225,7 +249,7 @@ def _emnist(part: str, classes: int, train: int, test: int) -> Dataset:
             Version(
                 ("EMNIST/raw", "EMNIST/raw/gzip", "gzip", "emnist"),
                 _four_idx_files(f"emnist-{part}-", ("train", "test"), [""] * 4),
-                lambda paths: _idx_arrays(paths, upright=False, first=1 if part == "letters" else 0),
+                partial(_idx_arrays, upright=False, first=first),
                 (Download("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "58c8d27c78d21e728a6bc7b3cc06412e"),),
             ),
         ),
@@ -292,97 +316,128 @@ MNIST_WRITERS = replace(
     owners=539,
     new_owners=297,
 )
-DATASETS = {each.name: each for each in (CIFAR10, CIFAR100, MNIST, FASHION_MNIST, *EMNIST, FEMNIST, MNIST_WRITERS)}
+_PUBLISHED = (CIFAR10, CIFAR100, MNIST, FASHION_MNIST, *EMNIST, FEMNIST, MNIST_WRITERS)
+DATASETS = {dataset.name: dataset for dataset in _PUBLISHED}
 NEEDS = {MNIST_WRITERS.name: (MNIST,)}  # data sets that another one is read together with
 
 
 def load(name: str, data_dir: str | None = None, labels: str = "fine") -> Source:
-    """A published data set by name. labels: "coarse" takes the coarse classes of CIFAR-100."""
+    """Load a published data set by name. labels: "coarse" takes the coarse classes of CIFAR-100."""
     if name == "digits":
         return digits(data_dir)
     dataset = DATASETS[name]
-    if labels not in ("fine", "coarse") or (labels == "coarse" and not dataset.coarse):
-        raise SettingError(
-            one_of(f"data.args.labels of {name}", labels, ("fine", "coarse") if dataset.coarse else ("fine",))
-        )
+    _check_labels(dataset, labels)
     arrays = dataset.arrays(data_dir)
     for other in NEEDS.get(name, ()):
         arrays = _together(other.arrays(data_dir), arrays, name)
-    y = arrays["coarse"] if labels == "coarse" else arrays["y"]
+    source = _source(dataset, arrays)
+    if labels == "fine":
+        return source
+    return replace(source, y=whole_numbers(arrays["coarse"]), classes=dataset.coarse, coarse=None)
+
+
+def _source(dataset: Dataset, arrays: Arrays) -> Source:
+    """Present decoded files with their finest labels."""
     return Source(
         x=torch.from_numpy(arrays["x"]),
-        y=_whole(y),
-        classes=dataset.coarse if labels == "coarse" else dataset.classes,
+        y=whole_numbers(arrays["y"]),
+        classes=dataset.classes,
         train=int(arrays["train"]),
         mean=dataset.mean or tuple(arrays["mean"].tolist()),
         std=dataset.std or tuple(arrays["std"].tolist()),
-        owner=_whole(arrays["owner"]) if "owner" in arrays else None,
+        owner=numbers_if_any(arrays, "owner"),
         owners=arrays["owners"].tolist() if "owners" in arrays else (),
-        coarse=_whole(arrays["coarse"]) if "coarse" in arrays and labels == "fine" else None,
+        coarse=numbers_if_any(arrays, "coarse"),
     )
 
 
-def _whole(values: Any) -> Tensor:
+def _check_labels(dataset: Dataset, labels: str) -> None:
+    known = ("fine", "coarse") if dataset.coarse else ("fine",)
+    if labels not in known:
+        raise SettingError(one_of(f"data.args.labels of {dataset.name}", labels, known))
+
+
+def whole_numbers(values: Any) -> Tensor:
+    """Turn an array of whole numbers of any kind into a tensor of int64."""
     return torch.from_numpy(np.asarray(values, dtype=np.int64))
 
 
+def numbers_if_any(arrays: Arrays, key: str) -> Tensor | None:
+    """Take an array of whole numbers that is not there for every data set."""
+    return whole_numbers(arrays[key]) if key in arrays else None
+
+
 def _together(images: Arrays, writers: Arrays, name: str) -> Arrays:
-    shapes = [(len(images["y"]), int(images["train"])), (len(writers["owner"]), int(writers["train"]))]
-    if shapes[0] != shapes[1]:
+    """Add to images who wrote them. Both must be of the same points: as many in all, and as many to train."""
+    digits_in_all, digits_to_train = len(images["y"]), int(images["train"])
+    writers_in_all, writers_to_train = len(writers["owner"]), int(writers["train"])
+    if (digits_in_all, digits_to_train) != (writers_in_all, writers_to_train):
         raise DataError(
-            f"{name} must name the writer of each of MNIST's {shapes[0][0]} digits ({shapes[0][1]} to train). It has "
-            f"{shapes[1][0]} ({shapes[1][1]} to train); get both again."
+            f"{name} must name the writer of each of MNIST's {digits_in_all} digits ({digits_to_train} to train). It has "
+            f"{writers_in_all} ({writers_to_train} to train); get both again."
         )
     return images | {key: writers[key] for key in ("owner", "owners")}
 
 
 def stand_in(name: str, labels: str = "fine") -> Source:
-    """Sizes and shapes of a data set that is not at hand, and nothing else: enough to say what training on it will cost."""
+    """Make up a data set that is not at hand: its sizes and shapes alone, which say what training on it will cost."""
     if name not in DATASETS:
         raise DataError(f"the sizes of {name!r} are known only from its files; put them where they are looked for.")
     dataset = DATASETS[name]
     number = torch.arange(dataset.train + dataset.test)
     classes = dataset.coarse if labels == "coarse" else dataset.classes
-    new = number >= dataset.train if dataset.new_owners else torch.zeros_like(number, dtype=torch.bool)
-    owner = torch.where(new, dataset.owners + number % max(dataset.new_owners, 1), number % max(dataset.owners, 1))
+    y = number % classes
+    has_both_labels = dataset.coarse and labels == "fine"
     return Source(
+        # A single byte that is seen everywhere takes no memory, however many points there are.
         x=torch.zeros(1, dtype=torch.uint8).expand(len(number), *dataset.shape),
-        y=number % classes,
+        y=y,
         classes=classes,
         train=dataset.train,
         mean=(0.5,) * dataset.shape[0],
         std=(0.5,) * dataset.shape[0],
-        owner=owner if dataset.owners else None,
-        owners=[str(i) for i in range(dataset.owners + dataset.new_owners)],
-        coarse=number % classes % dataset.coarse if dataset.coarse and labels == "fine" else None,
+        owner=_made_up_owner(dataset, number),
+        owners=[str(owner) for owner in range(dataset.owners + dataset.new_owners)],
+        coarse=y % dataset.coarse if has_both_labels else None,
     )
 
 
+def _made_up_owner(dataset: Dataset, number: Tensor) -> Tensor | None:
+    """Deal the points with these numbers [N] out to owners in turn; new owners hold test points only."""
+    if not dataset.owners:
+        return None
+    owner = number % dataset.owners
+    if not dataset.new_owners:
+        return owner
+    new_owner = dataset.owners + number % dataset.new_owners
+    return torch.where(number >= dataset.train, new_owner, owner)
+
+
 def survey(data_dir: str | None = None) -> list[dict[str, Any]]:
-    """What there is of every data set: where it was found, what is missing, where its publisher offers it."""
-    rows: list[dict[str, Any]] = [
-        {
-            "source": "digits",
-            "about": "embedded: 1,797 handwritten digits of 8 x 8",
-            "ready": True,
-            "found": "",
-            "missing": [],
-            "publisher": "",
-            "get": False,
-        }
-    ]
-    for each in DATASETS.values():
-        _, paths, missing = each.look(data_dir)
-        beside = [name for other in NEEDS.get(each.name, ()) for name in other.look(data_dir)[2]]
-        rows.append(
-            {
-                "source": each.name,
-                "about": each.about,
-                "ready": not missing + beside,
-                "found": str(paths[0].parent) if paths else "",
-                "missing": missing + beside,
-                "publisher": each.publisher,
-                "get": each.offered is not None,
-            }
-        )
-    return rows
+    """Say of every data set where it was found, what is missing and where its publisher offers it."""
+    embedded = {
+        "source": "digits",
+        "about": "embedded: 1,797 handwritten digits of 8 x 8",
+        "ready": True,
+        "found": "",
+        "missing": [],
+        "publisher": "",
+        "get": False,
+    }
+    return [embedded, *(_survey_of(dataset, data_dir) for dataset in DATASETS.values())]
+
+
+def _survey_of(dataset: Dataset, data_dir: str | None) -> dict[str, Any]:
+    _, paths, missing = dataset.look(data_dir)
+    for other in NEEDS.get(dataset.name, ()):
+        _, _, missing_of_other = other.look(data_dir)
+        missing = missing + missing_of_other
+    return {
+        "source": dataset.name,
+        "about": dataset.about,
+        "ready": not missing,
+        "found": str(paths[0].parent) if paths else "",
+        "missing": missing,
+        "publisher": dataset.publisher,
+        "get": dataset.offered is not None,
+    }

@@ -1,6 +1,11 @@
-"""A user's own data as files: arrays (npz), images in class folders, tables (CSV), each with a client's name if it has one.
+"""Readers of a user's own files: arrays (npz), images in class folders and tables (CSV), with or without clients' names.
 
-Named in a recipe as data.source = "npz", "images" or "csv", with what the functions below take in [data.args].
+A recipe names a reader as data.source = "npz", "images" or "csv" and gives its arguments in [data.args]:
+
+    [data]
+    source = "csv"
+    split = "by-client"
+    args = { file = "patients.csv", label = "diagnosis", client = "hospital" }
 """
 
 import csv
@@ -17,36 +22,35 @@ from torch import Tensor
 
 from fedmix.data.files import Arrays, cached, folders, moments
 from fedmix.data.formats import npz_arrays
-from fedmix.data.sources import Source
+from fedmix.data.sources import Source, numbers_if_any, whole_numbers
 from fedmix.errors import DataError, DataMissing
 
 Array = npt.NDArray[Any]
+Cells = Mapping[str, Sequence[str]]  # the text of a CSV: column -> its cells, row by row
+Rule = Mapping[str, Any]  # how a column becomes numbers: {column, mean, std} or {column, words}
+
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 EMPTY = ("", "nan", "na", "null", "none")
-CATEGORIES = 50  # a column of words with more different ones than that is taken for a mistake
+CATEGORIES = 50  # a column with more different words than that is taken for a mistake
+CHANNELS = 4  # an image has at most red, green, blue and alpha
+LABEL_LIMIT = 100_000  # whole numbers from here on name classes (a postcode does); they do not count them
 
 
 def npz(data_dir: str | None, file: str, x: str = "x", y: str = "y", client: str = "client", c: str = "c") -> Source:
-    """Arrays of an .npz: inputs x [N, ...], labels y [N]; optional: whose each point is [N], side information c [N].
+    """Read an .npz with inputs x [N, ...] and labels y [N]; it may name each point's client [N] and side information c [N].
 
     x, y, client, c: the arrays' names in the file. Bytes of three or four dimensions are images.
     """
-    path = _found(file, data_dir)
+    path = _located(file, data_dir)
+    names = {"x": x, "y": y, "client": client, "c": c}
 
     def decode() -> Arrays:
-        found = npz_arrays(path, names.values())
-        given = {key: found[name] for key, name in names.items() if name in found}
-        for key in ("x", "y"):
-            if key not in given:
-                raise DataError(
-                    f"{path} must hold an array {names[key]!r}. It has none; data.args.{key} names another one."
-                )
+        given = _named_arrays(path, names)
         for key, values in given.items():
-            if not values.ndim or len(values) != len(given["y"]) or (key != "x" and values.ndim != 1):
+            if not _has_a_value_for_each(key, values, given["y"]):
                 raise DataError(f"{path}: {names[key]!r} must have a value for each of the {len(given['y'])} labels.")
         return _decoded(path, given["x"], given["y"], given.get("client"), given.get("c"))
 
-    names = {"x": x, "y": y, "client": client, "c": c}
     return _source(cached("npz", [path], decode, names))
 
 
@@ -60,130 +64,183 @@ def table(
     standardise: bool = True,
     columns: list[dict[str, Any]] = [],  # noqa: B006
 ) -> Source:
-    """A CSV with a header: one row for each point.
+    """Read a CSV with a header and one row for each point.
 
     label, client, side: columns; all the others are features, unless `features` names them. Words become a column of 0
     and 1 for each. standardise: numbers are shifted and scaled to mean 0 and standard deviation 1 over all rows.
     columns: how features become numbers, where that is known already; as in federation.json, or agreed on by sites:
     {column = "age", mean = 50, std = 10}, {column = "sex", words = ["f", "m"]}.
     """
-    path = _found(file, data_dir)
+    path = _located(file, data_dir)
+    known_rules = [_checked_rule(rule) for rule in columns]
 
     def decode() -> Arrays:
-        found, rows = _read_csv(path)
-        apart = [name for name in (label, client, side) if name]
-        used = [about["column"] for about in known] or list(features) or [name for name in found if name not in apart]
-        for name in [*apart, *used]:
-            if name not in found:
-                raise DataError(f"{path} must have a column {name!r}. It has {', '.join(found)}.")
-        if set(used) & set(apart):
-            raise DataError(
-                f"data.args.features must not name {min(set(used) & set(apart))!r}: it is the label, client or side."
-            )
-        for name in [*apart, *used]:
-            _no_gaps(path, name, found[name], rows)
-        if not used:
-            raise DataError(f"{path} must have columns beside {', '.join(apart)} to learn from. It has none.")
-        how = known or [_how(path, name, found[name], standardise) for name in used]
-        arrays = _decoded(
-            path,
-            np.concatenate([_numbers(path, about, found[about["column"]]) for about in how], axis=1),
-            np.array(found[label]),
-            np.array(found[client]) if client else None,
-            np.array(found[side]) if side else None,
-        )
-        return arrays | {"features": np.array(json.dumps(how))}
+        cells, lines = _read_csv(path)
+        not_features = [name for name in (label, client, side) if name]
+        feature_names = _feature_names(cells, not_features, features, known_rules)
+        _check_columns(path, cells, lines, not_features, feature_names)
+        rules = known_rules or [_rule_for(path, name, cells[name], standardise) for name in feature_names]
+        x = _inputs_from_cells(path, rules, cells)
+        y = np.array(cells[label])
+        arrays = _decoded(path, x, y, _column_if_named(cells, client), _column_if_named(cells, side))
+        return arrays | {"features": np.array(json.dumps(rules))}
 
-    known = [_checked_column(about) for about in columns]
-    return _source(cached("csv", [path], decode, label, client, side, list(features), standardise, known))
+    return _source(cached("csv", [path], decode, label, client, side, list(features), standardise, known_rules))
 
 
 def rows(path: Path, columns: Sequence[Mapping[str, Any]]) -> Tensor:
-    """New rows of a CSV as numbers [N, features], made as they were for training."""
-    found, lines = _read_csv(path)
-    for about in columns:
-        if about["column"] not in found:
-            raise DataError(f"{path} must have a column {about['column']!r}. It has {', '.join(found)}.")
-        _no_gaps(path, about["column"], found[about["column"]], lines)
-    made = [_numbers(path, about, found[about["column"]]) for about in columns]
-    return torch.from_numpy(np.concatenate(made, axis=1))
+    """Turn the rows of another CSV into numbers [N, features] in the way in which those for training were made."""
+    cells, lines = _read_csv(path)
+    for rule in columns:
+        name = rule["column"]
+        _require_column(path, cells, name)
+        _refuse_gaps(path, name, cells[name], lines)
+    return torch.from_numpy(_inputs_from_cells(path, columns, cells))
 
 
 def column(path: Path, name: str) -> Array | None:
-    """A column of a CSV as text, if there is one of that name."""
-    found, _ = _read_csv(path)
-    return np.array(found[name]) if name in found else None
+    """Return a column of a CSV as text, or None if it has no column of that name."""
+    cells, _ = _read_csv(path)
+    return np.array(cells[name]) if name in cells else None
 
 
 def arrays(name: str, given: Mapping[str, Any]) -> Source:
-    """Data of a function: the same arrays as in an .npz, x and y, and client and c where there are any."""
+    """Take what a function returned: the same arrays as in an .npz, x and y, and client and c where there are any."""
     missing = [key for key in ("x", "y") if key not in given]
-    if missing or set(given) - {"x", "y", "client", "c"}:
+    unknown = set(given) - {"x", "y", "client", "c"}
+    if missing or unknown:
         raise DataError(f"{name} must give arrays x, y and, if it has them, client and c. It gave {', '.join(given)}.")
     values = {key: np.asarray(value) for key, value in given.items()}
-    for key, value in values.items():
-        if not value.ndim or len(value) != len(values["y"]) or (key != "x" and value.ndim != 1):
-            raise DataError(f"{name}: {key!r} must have a value for each of the labels.")
+    _check_lengths(name, values)
     return _source(_decoded(Path(name), values["x"], values["y"], values.get("client"), values.get("c")))
 
 
 def images(data_dir: str | None, folder: str, size: int = 0, grey: bool = False) -> Source:
-    """Images in folders: FOLDER/CLASS/image, or FOLDER/CLIENT/CLASS/image.
+    """Read images that lie as FOLDER/CLASS/image or as FOLDER/CLIENT/CLASS/image.
 
     size: all are scaled to size x size (0: they must have one size); grey: one channel instead of three.
     """
     if not 0 <= size <= 4096:
         raise DataError(f"data.args.size must be from 0 (as they are) to 4096 pixels. Got {size} instead.")
-    root = _found(folder, data_dir)
+    root = _located(folder, data_dir)
     paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGES)
     depths = {len(path.relative_to(root).parts) for path in paths}
     if depths not in ({2}, {3}):
         raise DataError(
             f"{root} must hold CLASS/image or CLIENT/CLASS/image files throughout. It holds another layout."
         )
+    has_clients = depths == {3}
 
     def decode() -> Arrays:
         x = _pixels(paths, size, grey)
         y = np.array([path.parent.name for path in paths])
-        client = np.array([path.parent.parent.name for path in paths]) if depths == {3} else None
+        client = np.array([path.parent.parent.name for path in paths]) if has_clients else None
         return _decoded(root, x, y, client, None)
 
     return _source(cached("images", paths, decode, str(root.resolve()), size, grey))
 
 
-def _found(name: str, data_dir: str | None) -> Path:
-    """A path as it is given, or below one of the data folders."""
+def _located(name: str, data_dir: str | None) -> Path:
+    """Return a path as it is given, or below the first of the data folders that has it."""
     places = [Path(), *folders(data_dir)]
     for place in places:
-        if (place / os.path.expanduser(name)).exists():
-            return place / os.path.expanduser(name)
+        path = place / os.path.expanduser(name)
+        if path.exists():
+            return path
     raise DataMissing(
         f"{name} was not found here, nor in {', '.join(map(str, places[1:]))}. Name it by its whole path."
     )
 
 
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _named_arrays(path: Path, names: Mapping[str, str]) -> dict[str, Array]:
+    """Read the arrays x, y and, where the file has them, client and c. names: what each is called in the file."""
+    stored = npz_arrays(path, names.values())
+    given = {key: stored[name] for key, name in names.items() if name in stored}
+    for key in ("x", "y"):
+        if key not in given:
+            raise DataError(
+                f"{path} must hold an array {names[key]!r}. It has none; data.args.{key} names another one."
+            )
+    return given
+
+
+def _check_lengths(name: str, values: Mapping[str, Array]) -> None:
+    for key, array in values.items():
+        if not _has_a_value_for_each(key, array, values["y"]):
+            raise DataError(f"{name}: {key!r} must have a value for each of the labels.")
+
+
+def _has_a_value_for_each(key: str, values: Array, labels: Array) -> bool:
+    """Say whether an array has one entry for each label. Only an entry of x may be more than a single value."""
+    if not values.ndim or len(values) != len(labels):
+        return False
+    return key == "x" or values.ndim == 1
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
 def _read_csv(path: Path) -> tuple[dict[str, list[str]], list[int]]:
-    """Columns by name, and the line of the file that each row ends on."""
+    """Read the cells of each column by its name, and the line of the file that each row ends on."""
+    header, numbered_rows = _header_and_rows(path)
+    if len(set(header)) != len(header):
+        raise DataError(f"{path} must have a name of its own for each column. Its header is {', '.join(header)}.")
+    for line, row in numbered_rows:
+        if len(row) != len(header):
+            raise DataError(f"{path}, line {line} must have {len(header)} values. It has {len(row)}.")
+    if not numbered_rows:
+        raise DataError(f"{path} must have rows below its header. It has none.")
+    lines, rows = zip(*numbered_rows, strict=True)
+    columns = map(list, zip(*rows, strict=True))
+    return dict(zip(header, columns, strict=True)), list(lines)
+
+
+def _header_and_rows(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Read the names in the header, and the rows that are not empty, each with the line of the file that it ends on."""
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
-            read = [(reader.line_num, [value.strip() for value in row]) for row in reader if row]
-            (_, header), *found = read
+            not_empty = [(reader.line_num, [value.strip() for value in row]) for row in reader if row]
+            (_, header), *numbered_rows = not_empty
         except (ValueError, csv.Error) as error:
             raise DataError(f"{path} must be a CSV file in UTF-8 with a header. It is not ({error}).") from error
-    lines, rows = [line for line, _ in found], [row for _, row in found]
-    if len(set(header)) != len(header):
-        raise DataError(f"{path} must have a name of its own for each column. Its header is {', '.join(header)}.")
-    for line, row in zip(lines, rows, strict=True):
-        if len(row) != len(header):
-            raise DataError(f"{path}, line {line} must have {len(header)} values. It has {len(row)}.")
-    if not rows:
-        raise DataError(f"{path} must have rows below its header. It has none.")
-    columns = zip(*rows, strict=True)
-    return {name: list(column) for name, column in zip(header, columns, strict=True)}, lines
+    return header, numbered_rows
 
 
-def _no_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[int]) -> None:
+def _feature_names(
+    cells: Cells, not_features: Sequence[str], features: Sequence[str], known_rules: Sequence[Rule]
+) -> list[str]:
+    """Name the columns to learn from: those with a rule, else those that the user names, else all but the others."""
+    if known_rules:
+        return [rule["column"] for rule in known_rules]
+    return list(features) or [name for name in cells if name not in not_features]
+
+
+def _check_columns(
+    path: Path, cells: Cells, lines: Sequence[int], not_features: Sequence[str], feature_names: Sequence[str]
+) -> None:
+    """Refuse a table that lacks a column or a value, or whose features are its label, client or side information."""
+    needed = [*not_features, *feature_names]
+    for name in needed:
+        _require_column(path, cells, name)
+    in_both = set(feature_names) & set(not_features)
+    if in_both:
+        raise DataError(f"data.args.features must not name {min(in_both)!r}: it is the label, client or side.")
+    for name in needed:
+        _refuse_gaps(path, name, cells[name], lines)
+    if not feature_names:
+        raise DataError(f"{path} must have columns beside {', '.join(not_features)} to learn from. It has none.")
+
+
+def _require_column(path: Path, cells: Cells, name: str) -> None:
+    if name not in cells:
+        raise DataError(f"{path} must have a column {name!r}. It has {', '.join(cells)}.")
+
+
+def _refuse_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[int]) -> None:
     for line, value in zip(lines, column, strict=True):
         if value.lower() in EMPTY:
             raise DataError(
@@ -191,71 +248,86 @@ def _no_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[int])
             )
 
 
-def _checked_column(about: Any) -> dict[str, Any]:
-    keys = set(about) if isinstance(about, Mapping) else set()
+def _column_if_named(cells: Cells, name: str) -> Array | None:
+    return np.array(cells[name]) if name else None
+
+
+def _checked_rule(rule: Any) -> dict[str, Any]:
+    keys = set(rule) if isinstance(rule, Mapping) else set()
     if keys != {"column", "words"} and keys != {"column", "mean", "std"}:
         raise DataError(
-            "data.args.columns must be {column, mean, std} for numbers, {column, words} for words. Got " + f"{about!r}."
+            f"data.args.columns must be {{column, mean, std}} for numbers, {{column, words}} for words. Got {rule!r}."
         )
-    return dict(about)
+    return dict(rule)
 
 
-def _how(path: Path, name: str, column: Sequence[str], standardise: bool) -> dict[str, Any]:
-    """How a column becomes numbers: the mean and deviation of numbers, or the words that there are."""
+def _rule_for(path: Path, name: str, column: Sequence[str], standardise: bool) -> dict[str, Any]:
+    """Say how a column becomes numbers: by the mean and deviation of its numbers, or by the words that it holds."""
     try:
         values = np.array(column, dtype=np.float64)
     except ValueError:
-        words = np.unique(np.array(column))
-        if len(words) > CATEGORIES:
-            raise DataError(
-                f"{path}: {name!r} must be numbers, or words of at most {CATEGORIES} kinds. It has {len(words)} kinds, "
-                f"{words[0]!r} among them; leave it out with data.args.features."
-            ) from None
-        return {"column": name, "words": words.tolist()}
+        return _rule_for_words(path, name, column)
     if not np.isfinite(values).all():
         raise DataError(f"{path}: {name!r} must be finite. It holds infinity.")
+    if not standardise:
+        return {"column": name, "mean": 0.0, "std": 1.0}
     with np.errstate(over="ignore", invalid="ignore"):
-        mean, std = (float(values.mean()), float(values.std()) or 1.0) if standardise else (0.0, 1.0)
+        mean = float(values.mean())
+        # A column that never changes has no deviation to divide by.
+        std = float(values.std()) or 1.0
     if not np.isfinite([mean, std]).all():
         raise DataError(f"{path}: {name!r} must be numbers of ordinary size. They are too large.")
     return {"column": name, "mean": mean, "std": std}
 
 
-def _numbers(path: Path, about: Mapping[str, Any], column: Sequence[str]) -> Array:
-    """A column as numbers [N, 1], or words as 0 and 1 for each of them [N, W]."""
-    name = about["column"]
-    if "words" in about:
-        place = {word: i for i, word in enumerate(about["words"])}
-        strange = next((word for word in column if word not in place), None)
-        if strange is not None:
-            raise DataError(f"{path}: {name!r} must be one of {', '.join(place)}. It has {strange!r}.")
-        return np.eye(len(place), dtype=np.float32)[[place[word] for word in column]]
+def _rule_for_words(path: Path, name: str, column: Sequence[str]) -> dict[str, Any]:
+    words = np.unique(np.array(column))
+    if len(words) > CATEGORIES:
+        raise DataError(
+            f"{path}: {name!r} must be numbers, or words of at most {CATEGORIES} kinds. It has {len(words)} kinds, "
+            f"{words[0]!r} among them; leave it out with data.args.features."
+        ) from None
+    return {"column": name, "words": words.tolist()}
+
+
+def _inputs_from_cells(path: Path, rules: Sequence[Rule], cells: Cells) -> Array:
+    """Turn the columns that have a rule into numbers, side by side: [N, features]."""
+    blocks = [_numbers_from_cells(path, rule, cells[rule["column"]]) for rule in rules]
+    return np.concatenate(blocks, axis=1)
+
+
+def _numbers_from_cells(path: Path, rule: Rule, column: Sequence[str]) -> Array:
+    """Turn a column into numbers [N, 1], or its words into 0 and 1 for each of the W known ones [N, W]."""
+    name = rule["column"]
+    if "words" in rule:
+        return _one_hot(path, name, rule["words"], column)
     try:
         values = np.array(column, dtype=np.float64)
     except ValueError as error:
         raise DataError(f"{path}: {name!r} must be numbers. {str(error).capitalize()}.") from None
     with np.errstate(over="ignore", invalid="ignore"):
-        made: Array = ((values - about["mean"]) / about["std"])[:, None].astype(np.float32)
-    if not np.isfinite(made).all():
+        scaled: Array = ((values - rule["mean"]) / rule["std"])[:, None].astype(np.float32)
+    if not np.isfinite(scaled).all():
         raise DataError(f"{path}: {name!r} must be numbers of ordinary size. They are too large.")
-    return made
+    return scaled
+
+
+def _one_hot(path: Path, name: str, words: Sequence[str], column: Sequence[str]) -> Array:
+    position = {word: i for i, word in enumerate(words)}
+    unknown = next((word for word in column if word not in position), None)
+    if unknown is not None:
+        raise DataError(f"{path}: {name!r} must be one of {', '.join(position)}. It has {unknown!r}.")
+    return np.eye(len(position), dtype=np.float32)[[position[word] for word in column]]
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
 
 
 def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise DataError("reading images needs Pillow; install it with: pip install 'fedmix[images]'.") from error
+    """Read images of one size as bytes: [N, H, W, 3], or [N, H, W] where they are grey."""
     pixels: list[Array] = []
     for path in paths:
-        try:
-            with Image.open(path) as image:
-                if image.mode.startswith(("I", "F")):
-                    raise DataError(f"{path} must have 8 bits a channel. It has more ({image.mode}); convert it.")
-                opened = image.convert("L" if grey else "RGB")
-        except (OSError, UnidentifiedImageError) as error:
-            raise DataError(f"{path} must be an image. It cannot be read ({error}).") from error
-        pixels.append(np.asarray(opened.resize((size, size), Image.Resampling.BILINEAR) if size else opened))
+        pixels.append(_pixels_of(path, size, grey))
         if pixels[-1].shape != pixels[0].shape:
             raise DataError(
                 f"images must have one size. {paths[0].name} has {pixels[0].shape[:2]}, {path} has {pixels[-1].shape[:2]}; "
@@ -264,20 +336,31 @@ def _pixels(paths: Sequence[Path], size: int, grey: bool) -> Array:
     return np.stack(pixels)
 
 
+def _pixels_of(path: Path, size: int, grey: bool) -> Array:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise DataError("reading images needs Pillow; install it with: pip install 'fedmix[images]'.") from error
+    try:
+        with Image.open(path) as image:
+            # Pillow would clip values of 16 or 32 bits to 8 bits without a warning.
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"{path} must have 8 bits a channel. It has more ({image.mode}); convert it.")
+            converted = image.convert("L" if grey else "RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"{path} must be an image. It cannot be read ({error}).") from error
+    if size:
+        converted = converted.resize((size, size), Image.Resampling.BILINEAR)
+    return np.asarray(converted)
+
+
+# -- what all readers share --------------------------------------------------------------------------------------------
+
+
 def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | None) -> Arrays:
-    """What the cache keeps: numbers in place of names, channels before rows and columns, moments of images."""
-    labels, y = _numbered(y)
-    arrays: Arrays = {"y": y, "labels": labels}
-    if x.dtype.kind not in "biuf" or not x.size:
-        raise DataError(f"{path}: inputs must be numbers. Got {x.dtype} of shape {list(x.shape)}.")
-    if x.dtype == np.uint8 and x.ndim in (3, 4):
-        x = x[:, None] if x.ndim == 3 else x if x.shape[1] <= 4 or x.shape[3] > 4 else np.moveaxis(x, 3, 1)
-        arrays |= moments(x)
-    else:
-        x = x.astype(np.float32)
-        if not np.isfinite(x).all():
-            raise DataError(f"{path}: inputs must be finite. They hold NaN or infinity.")
-    arrays["x"] = np.ascontiguousarray(x)
+    """Prepare what the cache keeps: numbers in place of names, channels before rows and columns, moments of images."""
+    labels, numbered_y = _numbered(y)
+    arrays: Arrays = {"y": numbered_y, "labels": labels} | _inputs(path, x)
     if client is not None:
         names, arrays["owner"] = np.unique(client, return_inverse=True)
         arrays["owners"] = names.astype(str)
@@ -287,37 +370,64 @@ def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | No
     return arrays
 
 
+def _inputs(path: Path, x: Array) -> Arrays:
+    """Prepare x: images stay bytes and get the moments to normalise them with, everything else becomes float32."""
+    if x.dtype.kind not in "biuf" or not x.size:
+        raise DataError(f"{path}: inputs must be numbers. Got {x.dtype} of shape {list(x.shape)}.")
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        pictures = _channels_first(x)
+        return moments(pictures) | {"x": np.ascontiguousarray(pictures)}
+    numbers = x.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise DataError(f"{path}: inputs must be finite. They hold NaN or infinity.")
+    return {"x": np.ascontiguousarray(numbers)}
+
+
+def _channels_first(x: Array) -> Array:
+    """Bring images [N, H, W], [N, H, W, C] or [N, C, H, W] into the form [N, C, H, W]."""
+    if x.ndim == 3:
+        return x[:, None]
+    channels_are_last = x.shape[1] > CHANNELS and x.shape[3] <= CHANNELS
+    return np.moveaxis(x, 3, 1) if channels_are_last else x
+
+
 def _numbered(y: Array) -> tuple[Array, Array]:
-    """Classes by name, and each point's number. Whole numbers from 0 stay as they are."""
-    if y.dtype.kind == "U" and all(len(word) < 7 and word.isdecimal() and str(int(word)) == word for word in y):
+    """Return the classes by name, and the number of each point's class. Whole numbers from 0 stay as they are."""
+    if y.dtype.kind == "U" and all(map(_is_whole_number, y)):
         y = y.astype(np.int64)
     if y.dtype.kind == "f" and not np.isfinite(y).all():
         raise DataError("labels must be there for every point. Some are NaN or infinite.")
-    if np.issubdtype(y.dtype, np.integer) and y.size and y.min() >= 0 and y.max() < 100_000:
+    if _count_from_zero(y):
         return np.arange(int(y.max()) + 1).astype(str), y.astype(np.int64)
     names, index = np.unique(y, return_inverse=True)
     return names.astype(str), index
 
 
-def _source(arrays: Arrays) -> Source:
-    def whole(key: str) -> Tensor | None:
-        return torch.from_numpy(np.asarray(arrays[key], dtype=np.int64)) if key in arrays else None
+def _is_whole_number(word: str) -> bool:
+    """Say whether a word is a number as Python would write it: '1' is, '01' is another name."""
+    return len(word) < 7 and word.isdecimal() and str(int(word)) == word
 
+
+def _count_from_zero(y: Array) -> bool:
+    if not np.issubdtype(y.dtype, np.integer) or not y.size:
+        return False
+    return bool(y.min() >= 0 and y.max() < LABEL_LIMIT)
+
+
+def _source(arrays: Arrays) -> Source:
     def listed(key: str) -> list[Any]:
         return arrays[key].tolist() if key in arrays else []
 
-    y = whole("y")
-    assert y is not None
     return Source(
         x=torch.from_numpy(arrays["x"]),
-        y=y,
+        y=whole_numbers(arrays["y"]),
         classes=len(arrays["labels"]),
-        train=len(y),
+        train=len(arrays["y"]),
         mean=tuple(listed("mean")),
         std=tuple(listed("std")),
-        owner=whole("owner"),
+        owner=numbers_if_any(arrays, "owner"),
         owners=listed("owners"),
-        column=whole("column"),
+        column=numbers_if_any(arrays, "column"),
         kinds=listed("kinds"),
         labels=listed("labels"),
         features=json.loads(str(arrays["features"])) if "features" in arrays else (),

@@ -12,18 +12,18 @@ from cryptography.hazmat.primitives import serialization
 from fedmix.data.federation import PARTS
 from fedmix.deploy import serve
 from fedmix.deploy.acceptance import agreed_recipe
-from fedmix.deploy.folder import own_data, read_server, read_site, split_address
+from fedmix.deploy.folder import ServerFolder, SiteFolder, data_of_site, read_server, read_site, split_address
 from fedmix.deploy.secrets import days_left
 from fedmix.errors import FedmixError, RunError
 from fedmix.settings.build import revive
 from fedmix.settings.recipe import SITES, Recipe
 from fedmix.settings.sites import agreed
 
-Row = dict[str, Any]  # check, ok, what was found
+Row = dict[str, Any]  # "check": its name; "ok"; "found": what was found, in words
 
 
 def check(folder: Path) -> list[Row]:
-    """A row for each thing looked at; what depends on something that is wrong is left out."""
+    """Give a row for each thing that was looked at. What depends on something that is wrong is left out."""
     if (folder / "server.toml").is_file():
         return _check_server(folder)
     if (folder / "site.toml").is_file():
@@ -34,25 +34,38 @@ def check(folder: Path) -> list[Row]:
 
 
 class _Rows:
+    """The checks that were made so far, one row for each."""
+
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def look(self, name: str, see: Callable[[], Any]) -> Any:
-        """`see` gives what was found, or (what was found, a value for later); None if it is wrong."""
+        """Make a check, and give back a value for later checks, or None where something is wrong.
+
+        see: it gives what was found in words, or (what was found, a value for later); it raises if something is wrong.
+        """
         try:
-            found = see()
+            result = see()
         except Exception as error:  # a user's own function may raise anything
-            words = str(error) if isinstance(error, FedmixError) else f"{type(error).__name__}: {error}"
-            self.rows.append({"check": name, "ok": False, "found": words})
+            self._add(name, False, _words_of(error))
             return None
-        words, value = found if isinstance(found, tuple) else (found, found)
-        self.rows.append({"check": name, "ok": True, "found": words})
+        words, value = result if isinstance(result, tuple) else (result, result)
+        self._add(name, True, words)
         return value
+
+    def _add(self, name: str, ok: bool, words: str) -> None:
+        self.rows.append({"check": name, "ok": ok, "found": words})
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, FedmixError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _check_site(folder: Path) -> list[Row]:
     rows = _Rows()
-    settings = rows.look("settings", lambda: (f"site {(s := read_site(folder)).name}", s))
+    settings = rows.look("settings", lambda: _site_settings(folder))
     recipe = rows.look("recipe", lambda: _recipe(folder))
     if settings and recipe:
         rows.look("data", lambda: _data(folder, recipe))
@@ -65,45 +78,57 @@ def _check_site(folder: Path) -> list[Row]:
 
 def _check_server(folder: Path) -> list[Row]:
     rows = _Rows()
-    settings = rows.look("settings", lambda: ((s := read_server(folder)).address, s))
+    settings = rows.look("settings", lambda: _server_settings(folder))
     rows.look("recipe", lambda: _recipe(folder))
     rows.look("authority", lambda: _valid(folder / "ca.crt"))
     rows.look("certificate", lambda: _valid(folder / "server.crt"))
     rows.look("key", lambda: _secret(folder / "server.key", serialization.load_pem_private_key))
     sites = rows.look("sites' keys", lambda: _keys(folder))
-    if settings and sites:
-        reached = rows.look("server", lambda: _reach(f"127.0.0.1:{settings.port}", folder / "ca.crt", settings.address))
-        if reached:
-            rows.look("connected", lambda: _connected(folder, sites))
+    if not settings or not sites:
+        return rows.rows
+    here = f"127.0.0.1:{settings.port}"
+    reached = rows.look("server", lambda: _reach(here, folder / "ca.crt", settings.address))
+    if reached:
+        rows.look("connected", lambda: _connected(folder, sites))
     return rows.rows
 
 
+def _site_settings(folder: Path) -> tuple[str, SiteFolder]:
+    settings = read_site(folder)
+    return f"site {settings.name}", settings
+
+
+def _server_settings(folder: Path) -> tuple[str, ServerFolder]:
+    settings = read_server(folder)
+    return settings.address, settings
+
+
 def _recipe(folder: Path) -> tuple[str, Recipe]:
+    """Read the agreed recipe; where the sites' data is described in it, build its model too."""
     recipe = agreed_recipe(folder)
-    if recipe.data.source == SITES:
-        common = agreed(recipe.data)
-        revive(
-            recipe,
-            {"input": common.input, "classes": common.count, "clients": common.sites, "categories": common.count},
-        )
-        return (
-            f"{recipe.algorithm}, inputs {common.input}, {common.count} classes, sites {', '.join(common.sites)}",
-            recipe,
-        )
-    return f"{recipe.algorithm} on {recipe.data.source}", recipe
+    if recipe.data.source != SITES:
+        return f"{recipe.algorithm} on {recipe.data.source}", recipe
+    common = agreed(recipe.data)
+    shapes = {"input": common.input, "classes": common.count, "clients": common.sites, "categories": common.count}
+    revive(recipe, shapes)
+    sites = ", ".join(common.sites)
+    return f"{recipe.algorithm}, inputs {common.input}, {common.count} classes, sites {sites}", recipe
 
 
 def _data(folder: Path, recipe: Recipe) -> str:
+    """Read the site's data as a run would, and count its points."""
     settings = read_site(folder)
     if recipe.data.source == SITES and settings.name not in agreed(recipe.data).sites:
         raise RunError(f"data.args.sites of the recipe must name this site, {settings.name!r}. It does not.")
-    held = own_data(folder, settings, recipe)
-    said = held.describe(b"check")
-    points = ", ".join(f"{sum(said['points'][part]):,} {part}" for part in PARTS)
-    return f"{len(held.clients)} client{'s' if len(held.clients) > 1 else ''}; points: {points}"
+    held = data_of_site(folder, settings, recipe)
+    points = held.describe(b"check")["points"]
+    totals = ", ".join(f"{sum(points[part]):,} {part}" for part in PARTS)
+    plural = "s" if len(held.clients) > 1 else ""
+    return f"{len(held.clients)} client{plural}; points: {totals}"
 
 
 def _secret(path: Path, load: Callable[..., Any]) -> str:
+    """Look at a private key: it is there, nobody else can read it, and `load` can."""
     if not path.is_file():
         raise RunError(f"{path} is missing; it is in the folder that `fedmix deploy init` made for this machine.")
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -119,6 +144,7 @@ def _secret(path: Path, load: Callable[..., Any]) -> str:
 
 
 def _valid(certificate: Path) -> str:
+    """Look at a certificate: it can be read, and is valid today."""
     try:
         days = days_left(certificate)
     except (OSError, ValueError) as error:
@@ -129,6 +155,7 @@ def _valid(certificate: Path) -> str:
 
 
 def _keys(folder: Path) -> tuple[str, list[str]]:
+    """Name the sites whose public keys the server has."""
     names = [path.stem for path in sorted((folder / "keys").glob("*.pub"))]
     if not names:
         raise RunError(f"{folder / 'keys'} must hold the public key of each site. It holds none.")
@@ -136,10 +163,13 @@ def _keys(folder: Path) -> tuple[str, list[str]]:
 
 
 def _reach(address: str, authority: Path, called: str | None = None) -> str:
-    """A TLS connection that trusts the federation's own authority alone. called: the name that the certificate is for."""
+    """Connect with TLS, and trust the federation's own authority alone.
+
+    called: the address whose host the certificate is for, where it is not `address` itself.
+    """
     host, port = split_address(address, "server")
     context = ssl.create_default_context(cafile=str(authority))
-    name = split_address(called, "address")[0] if called else host
+    name, _ = split_address(called, "address") if called else (host, port)
     try:
         with (
             socket.create_connection((host, port), timeout=10) as plain,
@@ -157,6 +187,7 @@ def _reach(address: str, authority: Path, called: str | None = None) -> str:
 
 
 def _connected(folder: Path, sites: list[str]) -> str:
+    """Ask the server which of its sites are connected; all must be."""
     online = serve.online(folder)
     missing = [name for name in sites if name not in online]
     words = f"{len(sites) - len(missing)} of {len(sites)} sites"

@@ -14,18 +14,20 @@ from typing import Any
 from fedmix.data.files import keep_decoded_in
 from fedmix.deploy.secrets import make_certificates, make_node_key, write_new
 from fedmix.errors import RunError, SettingError
-from fedmix.settings.recipe import Recipe, dump_recipe, settings_from
+from fedmix.settings.reading import dump_recipe
+from fedmix.settings.recipe import Recipe
 from fedmix.settings.sites import PART_OF_RECIPE, Holding, SiteData, holding
+from fedmix.settings.tables import settings_from
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 PORT = 8000
 HOSTS = ("0.0.0.0", "127.0.0.1")
-RUNTIME_PORT = 9094  # of a SuperNode, for its own processes
+RUNTIME_PORT = 9094  # where a SuperNode answers its own processes; the first site's, others count on from it
 
 
 @dataclass(frozen=True)
 class ServerFolder:
-    """server.toml"""
+    """The settings in server.toml."""
 
     address: str = f"localhost:{PORT}"  # where sites find the server; its certificate is for this name
     host: str = "0.0.0.0"  # the network address that it listens on
@@ -37,17 +39,18 @@ class ServerFolder:
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """site.toml"""
+    """The settings in site.toml."""
 
     name: str = ""
     server: str = f"localhost:{PORT}"
     share_private: bool = False  # the gate may leave this site for evaluation, where the recipe asks for it as well
-    runtime_port: int = RUNTIME_PORT  # of this machine alone; another one for each site on it
+    runtime_port: int = RUNTIME_PORT  # for this machine alone; another one for each site on it
     data_dir: str = ""  # where files are looked for; none: in this folder
     data: SiteData = field(default_factory=SiteData)
 
 
 def read_server(folder: Path) -> ServerFolder:
+    """Read the settings of a server, and check them."""
     settings: ServerFolder = _read(folder, "server.toml", ServerFolder)
     split_address(settings.address, "address")
     if settings.host not in HOSTS:
@@ -59,6 +62,7 @@ def read_server(folder: Path) -> ServerFolder:
 
 
 def read_site(folder: Path) -> SiteFolder:
+    """Read the settings of a site, and check them."""
     settings: SiteFolder = _read(folder, "site.toml", SiteFolder)
     if not NAME.fullmatch(settings.name):
         raise SettingError(f"{folder / 'site.toml'}: name must be the site's name. Got {settings.name!r}.")
@@ -70,8 +74,11 @@ def read_site(folder: Path) -> SiteFolder:
     return settings
 
 
-def own_data(folder: Path, settings: SiteFolder, recipe: Recipe) -> Holding:
-    """A site's data. Files are looked for in its data_dir, or its folder; decoded copies stay there, for its owner alone."""
+def data_of_site(folder: Path, settings: SiteFolder, recipe: Recipe) -> Holding:
+    """Read a site's data in the form that the recipe asks for.
+
+    Files are looked for in the site's data_dir, or in its folder. Decoded copies stay in the folder, for its owner alone.
+    """
     place = folder.resolve() / settings.data_dir
     if settings.data.source == PART_OF_RECIPE:
         return holding(recipe, settings.name, settings.data, str(place))
@@ -94,55 +101,103 @@ def _read(folder: Path, name: str, kind: type) -> Any:
 
 
 def server_folder(folder: Path) -> Path:
-    """The server's folder, given itself or the one around it."""
-    return folder / "server" if (folder / "server" / "server.toml").is_file() else folder
+    """Give the server's folder, where `folder` is that folder itself or the one around it."""
+    inside = folder / "server"
+    return inside if (inside / "server.toml").is_file() else folder
 
 
 def split_address(address: str, setting: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not host.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+    """Split host:port into host and port. setting: what an error calls the address."""
+    host, _, port = address.rpartition(":")  # without a colon the host is empty
+    is_host = bool(host) and host.isascii()
+    if not is_host or not _is_port(port):
         raise SettingError(f"{setting} must be host:port, as in fedmix.example.org:8000. Got {address!r} instead.")
     return host.strip("[]"), int(port)
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def init(
     folder: Path, sites: Sequence[str], address: str, recipe: Recipe | None = None, host: str = "0.0.0.0"
 ) -> list[str]:
-    """Everything that a consortium needs. recipe: one with data of its own, of which each site holds a part."""
-    wrong = [name for name in sites if not NAME.fullmatch(name)]
-    if not sites or wrong or len({name.lower() for name in sites}) != len(sites):
-        given = ",".join(sites)
-        raise SettingError(
-            "--sites must name each site once, in letters, digits, '.', '_' and '-'. Got " + f"{given!r} instead."
-        )
-    where, _ = split_address(address, "--address")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Write everything that a consortium needs, and list the files.
+
+    recipe: a recipe with data of its own, of which each site holds a part; without it each site has its own data, and
+    the recipe is one to be filled in.
+    """
+    _check_names(sites)
+    name_of_server, _ = split_address(address, "--address")
+    if _holds_something(folder):
         raise RunError(f"{folder} must be empty or not exist: nothing is overwritten. Choose another one.")
     folder.mkdir(parents=True, exist_ok=True)
+    text = dump_recipe(recipe) if recipe else _recipe_for(sites)
     server = folder / "server"
-    text = dump_recipe(recipe) if recipe else _RECIPE.format(sites=", ".join(f'"{name}"' for name in sites))
-    make_certificates(server, [where])
-    authority = (server / "ca.crt").read_bytes()
-    _write(server / "server.toml", _SERVER.format(address=address, host=host))
-    _write(server / "recipe.toml", text)
-    _write(server / "app" / "pyproject.toml", _APP)
-    _write(server / "start.sh", _START.format(what="the server"), 0o755)
-    _write(server / "fedmix-server.service", _UNIT.format(what="server", name="server"))
+    make_certificates(server, [name_of_server])
+    _write_server(server, address, host, text)
     for i, name in enumerate(sites):
-        own = folder / "sites" / name
-        make_node_key(own / "node.key", own / "node.pub", name)
-        own.chmod(0o700)
-        write_new(server / "keys" / f"{name}.pub", (own / "node.pub").read_bytes())
-        write_new(own / "ca.crt", authority)
-        part = _PART.format(source=PART_OF_RECIPE, part=i, of=len(sites))
-        share = "true" if recipe and recipe.evaluation.share_private else "false"
-        settings = _SITE.format(name=name, server=address, share=share, port=RUNTIME_PORT + i)
-        _write(own / "site.toml", settings + (part if recipe else _DATA))
-        _write(own / "recipe.toml", text)
-        _write(own / "start.sh", _START.format(what=f"site {name}"), 0o755)
-        _write(own / f"fedmix-{name}.service", _UNIT.format(what=f"site {name}", name=name))
-    _write(folder / "README.md", _README.format(address=address, sites="\n".join(f"- sites/{s}" for s in sites)))
+        site = folder / "sites" / name
+        _write_keys(site, server, name)
+        _write(site / "site.toml", _settings_of_site(name, address, i, len(sites), recipe))
+        _write(site / "recipe.toml", text)
+        _write(site / "start.sh", _START.format(what=f"site {name}"), 0o755)
+        _write(site / f"fedmix-{name}.service", _UNIT.format(what=f"site {name}", name=name))
+    _write(folder / "README.md", _readme_for(sites, address))
     return [str(path) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _check_names(sites: Sequence[str]) -> None:
+    """Refuse names that cannot be folders. Not every file system tells `a` from `A`, so they must differ in more."""
+    all_allowed = all(NAME.fullmatch(name) for name in sites)
+    all_different = len({name.lower() for name in sites}) == len(sites)
+    if not sites or not all_allowed or not all_different:
+        given = ",".join(sites)
+        raise SettingError(
+            f"--sites must name each site once, in letters, digits, '.', '_' and '-'. Got {given!r} instead."
+        )
+
+
+def _holds_something(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    return not folder.is_dir() or any(folder.iterdir())
+
+
+def _recipe_for(sites: Sequence[str]) -> str:
+    """Write a recipe for sites that have data of their own."""
+    quoted = ", ".join(f'"{name}"' for name in sites)
+    return _RECIPE.format(sites=quoted)
+
+
+def _readme_for(sites: Sequence[str], address: str) -> str:
+    listed = "\n".join(f"- sites/{name}" for name in sites)
+    return _README.format(address=address, sites=listed)
+
+
+def _write_server(folder: Path, address: str, host: str, recipe: str) -> None:
+    _write(folder / "server.toml", _SERVER.format(address=address, host=host))
+    _write(folder / "recipe.toml", recipe)
+    _write(folder / "app" / "pyproject.toml", _APP)
+    _write(folder / "start.sh", _START.format(what="the server"), 0o755)
+    _write(folder / "fedmix-server.service", _UNIT.format(what="server", name="server"))
+
+
+def _write_keys(site: Path, server: Path, name: str) -> None:
+    """Make a site's key. The server gets the public half, the site the certificate by which it knows the server."""
+    make_node_key(site / "node.key", site / "node.pub", name)
+    site.chmod(0o700)
+    write_new(server / "keys" / f"{name}.pub", (site / "node.pub").read_bytes())
+    write_new(site / "ca.crt", (server / "ca.crt").read_bytes())
+
+
+def _settings_of_site(name: str, address: str, number: int, count: int, recipe: Recipe | None) -> str:
+    """Write the site.toml of one of `count` sites. recipe: its own data is what the site holds a part of."""
+    share = "true" if recipe and recipe.evaluation.share_private else "false"
+    settings = _SITE.format(name=name, server=address, share=share, port=RUNTIME_PORT + number)
+    if recipe:
+        return settings + _PART.format(source=PART_OF_RECIPE, part=number, of=count)
+    return settings + _DATA
 
 
 def _write(path: Path, text: str, mode: int = 0o644) -> None:

@@ -1,4 +1,4 @@
-"""A federation on this machine alone: for trying out, and for tests. TLS and keys as in a real one."""
+"""A federation on this machine alone: for trying out, and for tests. It has TLS and keys as a real one has."""
 
 import json
 import socket
@@ -12,12 +12,14 @@ from fedmix.deploy.folder import init, read_site
 from fedmix.deploy.serve import Running
 from fedmix.errors import RunError, SettingError
 from fedmix.running.files import write_bytes
-from fedmix.settings.recipe import SITES, Recipe, dump_recipe
+from fedmix.settings.reading import dump_recipe
+from fedmix.settings.recipe import SITES, Recipe
 
-SECONDS = 180.0  # for sites to connect
+SECONDS = 180.0  # in which sites must connect
 
 
 def free_port() -> int:
+    """Find a port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -25,47 +27,69 @@ def free_port() -> int:
 
 
 def prepare(folder: Path, sites: int, recipe: Recipe, data_dir: str | None = None) -> list[Path]:
-    """A new folder for a server and so many sites, each with a part of the recipe's own data."""
+    """Make a new folder for a server and this many sites, each with a part of the recipe's own data.
+
+    data_dir: where the recipe's files are looked for. The folders of the sites are given back.
+    """
     if recipe.data.source == SITES:
         raise SettingError(
             "a federation on this machine alone needs a recipe with data of its own. This one asks sites."
         )
     names = [f"site-{i + 1}" for i in range(sites)]
     init(folder, names, f"localhost:{free_port()}", recipe, host="127.0.0.1")
-    for name in names:
-        path = folder / "sites" / name / "site.toml"
-        before = read_site(path.parent).runtime_port
-        text = path.read_text().replace(f"runtime_port = {before}", f"runtime_port = {free_port()}")
-        where = f"data_dir = {json.dumps(str(Path(data_dir).resolve()))}\n" if data_dir else ""
-        path.write_text(text.replace("\n[data]", f"{where}\n[data]"))
-    return [folder / "sites" / name for name in names]
+    folders = [folder / "sites" / name for name in names]
+    for site in folders:
+        _settle_on_this_machine(site, data_dir)
+    return folders
+
+
+def _settle_on_this_machine(site: Path, data_dir: str | None) -> None:
+    """Give a site a port that is free here, and say where the recipe's files are."""
+    file = site / "site.toml"
+    port = read_site(site).runtime_port
+    text = file.read_text().replace(f"runtime_port = {port}", f"runtime_port = {free_port()}")
+    if data_dir:
+        absolute = json.dumps(str(Path(data_dir).resolve()))
+        text = text.replace("\n[data]", f"data_dir = {absolute}\n\n[data]")
+    file.write_text(text)
 
 
 def agree(folder: Path, recipe: Recipe) -> None:
-    """Another recipe for a local federation that is there already."""
-    for own in (folder / "server", *(folder / "sites").iterdir()):
-        write_bytes(own / "recipe.toml", dump_recipe(recipe).encode())
+    """Put another recipe into a local federation that is there already."""
+    text = dump_recipe(recipe).encode()
+    for member in (folder / "server", *(folder / "sites").iterdir()):
+        write_bytes(member / "recipe.toml", text)
 
 
 @contextmanager
 def up(folder: Path, say: Callable[[str], None]) -> Iterator[dict[str, Running]]:
-    """Server and sites of a folder, all connected; logs in FOLDER/logs. Gives their processes by name."""
+    """Start the server and the sites of a folder, and wait until all are connected. Gives their processes by name.
+
+    What they print goes to FOLDER/logs.
+    """
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     sites = sorted(path.parent for path in (folder / "sites").glob("*/site.toml"))
     if not sites:
         raise RunError(f"{folder} must hold the folders of a server and its sites. It has no sites.")
     with ExitStack() as stack:
-        running = {"server": stack.enter_context(serve.server(folder / "server", say, logs / "server.log"))}
+        server = serve.server(folder / "server", say, logs / "server.log")
+        running = {"server": stack.enter_context(server)}
         for site in sites:
-            running[site.name] = stack.enter_context(serve.site(site, say, logs / f"{site.name}.log"))
+            log = logs / f"{site.name}.log"
+            running[site.name] = stack.enter_context(serve.site(site, say, log))
         wait_until_online(folder / "server", len(sites))
         yield running
 
 
 def wait_until_online(server: Path, count: int, seconds: float = SECONDS) -> None:
+    """Wait until this many sites are connected to the server of this folder."""
     until = time.monotonic() + seconds
-    while (online := sum(node["status"] == "online" for node in serve.nodes(server))) < count:
+    while (online := _count_online(server)) < count:
         if time.monotonic() > until:
             raise RunError(f"{count} sites must connect. {online} did within {seconds:g} s; the logs say why.")
         time.sleep(0.2)
+
+
+def _count_online(server: Path) -> int:
+    return sum(node["status"] == "online" for node in serve.nodes(server))

@@ -1,4 +1,4 @@
-"""Predictions at a site: its own gate, the experts that it was sent, nothing of the network."""
+"""Predictions at a site: they need its own gate and the experts that it was sent, and no network."""
 
 import json
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from fedmix.engines.client import predict
 from fedmix.engines.store import SiteStore
 from fedmix.errors import DataError, RunError, SettingError
 from fedmix.settings.build import revive
-from fedmix.settings.recipe import read_recipe
+from fedmix.settings.reading import read_recipe
 
 
 @dataclass(frozen=True)
 class SitePredictor:
-    """One client of a site, as it was left by a run."""
+    """A client of a site, as a run left it."""
 
     client: str
     run: str
@@ -38,86 +38,143 @@ class SitePredictor:
 
     def log_prob(self, x: Tensor) -> Tensor:
         """log p(y|x,s): [N, ...] -> [N, classes]."""
-        if list(x.shape[1:]) != self.about["input"]:
-            raise DataError(f"inputs must have the shape {self.about['input']}. Got {list(x.shape[1:])}.")
-        return predict(self.algorithm, self.message, self.private, normalised(x, self.about["mean"], self.about["std"]))
+        shape = list(x.shape[1:])
+        if shape != self.about["input"]:
+            raise DataError(f"inputs must have the shape {self.about['input']}. Got {shape}.")
+        inputs = normalised(x, self.about["mean"], self.about["std"])
+        return predict(self.algorithm, self.message, self.private, inputs)
 
 
 def load_site(folder: Path, client: str | None = None, run: str | None = None) -> SitePredictor:
-    """The newest run of a site, or the named one; client: needed where a site has several."""
+    """Load a client of a site, as the newest run left it, or the named one. client: needed where a site has several."""
     settings = read_site(folder)
-    runs = sorted((folder / "runs").glob("*/federation.json"), key=lambda path: path.stat().st_mtime)
-    if run:
-        runs = [path for path in [run_folder(folder, run) / "federation.json"] if path.is_file()]
-    if not runs:
-        raise RunError(f"site {settings.name} must have taken part in {'run ' + run if run else 'a run'}. It has not.")
-    own = runs[-1].parent
-    about = json.loads(runs[-1].read_text())
-    recipe = read_recipe(str(own))
+    kept = _find_run(folder, settings.name, run)
+    about = json.loads((kept / "federation.json").read_text())
+    recipe = read_recipe(str(kept))
     names: list[str] = about["clients"]
-    here = [names[int(path.parent.name)] for path in (own / "clients").glob("*/received.safetensors")]
-    if client is None and len(here) == 1:
-        client = here[0]
-    if client is None or client not in here:
-        given = "Got none" if client is None else f"Got {client!r}"
-        raise SettingError(f"--client must be one of this site's: {', '.join(sorted(here)) or 'none yet'}. {given}.")
+    chosen = _choose_client(client, _clients_in(kept, names))
     _, algorithm = revive(recipe, about)
-    message, private, t = SiteStore(own / "clients").kept(names.index(client))
+    message, private, t = SiteStore(kept / "clients").kept(names.index(chosen))
     labels = about["labels"] or [str(i) for i in range(about["classes"])]
-    return SitePredictor(client, own.name, t, labels, about, algorithm, message, private)
+    return SitePredictor(chosen, kept.name, t, labels, about, algorithm, message, private)
+
+
+def _find_run(folder: Path, site: str, run: str | None) -> Path:
+    """Find where a site keeps the named run, or the newest one where none is named."""
+    if run:
+        files = [run_folder(folder, run) / "federation.json"]
+    else:
+        files = sorted((folder / "runs").glob("*/federation.json"), key=lambda path: path.stat().st_mtime)
+    if not files or not files[-1].is_file():
+        wanted = f"run {run}" if run else "a run"
+        raise RunError(f"site {site} must have taken part in {wanted}. It has not.")
+    return files[-1].parent
+
+
+def _clients_in(kept: Path, names: list[str]) -> list[str]:
+    """Name the clients of this site that a run has sent experts to."""
+    received = (kept / "clients").glob("*/received.safetensors")
+    return [names[int(path.parent.name)] for path in received]
+
+
+def _choose_client(client: str | None, here: list[str]) -> str:
+    """Take the client that is asked for, or the only one there is."""
+    if client is None and len(here) == 1:
+        return here[0]
+    if client in here:
+        return client
+    known = ", ".join(sorted(here)) or "none yet"
+    given = "none" if client is None else repr(client)
+    raise SettingError(f"--client must be one of this site's: {known}. Got {given}.")
 
 
 def read_inputs(path: Path, about: dict[str, Any], x: str = "x", y: str = "y") -> tuple[Tensor, np.ndarray | None]:
-    """Inputs [N, ...] of an .npz or .csv, and labels as text where the file has them."""
+    """Read inputs [N, ...] from an .npz or .csv, and labels where the file has them. x, y: what it calls them."""
     if not path.is_file():
         raise DataError(f"--input must be a file. {path} is not there.")
     if path.suffix == ".csv":
-        if not about["features"]:
-            raise DataError("a CSV needs a model that was trained on columns (data.args.columns). This one was not.")
-        return rows(path, about["features"]), column(path, y)
-    found = npz_arrays(path, [x, y])
-    if x not in found:
+        return _read_csv(path, about, y)
+    return _read_npz(path, about, x, y)
+
+
+def _read_csv(path: Path, about: dict[str, Any], y: str) -> tuple[Tensor, np.ndarray | None]:
+    if not about["features"]:
+        raise DataError("a CSV needs a model that was trained on columns (data.args.columns). This one was not.")
+    return rows(path, about["features"]), column(path, y)
+
+
+def _read_npz(path: Path, about: dict[str, Any], x: str, y: str) -> tuple[Tensor, np.ndarray | None]:
+    arrays = npz_arrays(path, [x, y])
+    if x not in arrays:
         raise DataError(f"{path} must hold an array {x!r}. It has none.")
-    values = found[x]
-    if values.dtype.kind not in "biuf" or not values.size:
-        raise DataError(f"{path}: inputs must be numbers. Got {values.dtype} of shape {list(values.shape)}.")
-    if values.dtype == np.uint8 and about["mean"] and values.ndim == len(about["input"]) and about["input"][0] == 1:
-        values = values[:, None]
-    elif values.dtype == np.uint8 and about["mean"] and list(np.moveaxis(values, -1, 1).shape[1:]) == about["input"]:
-        values = np.moveaxis(values, -1, 1)
-    elif values.dtype != np.uint8 or not about["mean"]:
-        values = values.astype(np.float32)
+    values = arrays[x]
+    _check_numbers(path, values)
+    values = _arrange_inputs(values, about)
     if not np.isfinite(values).all():
         raise DataError(f"{path}: inputs must be finite. They hold NaN or infinity.")
-    labels = found.get(y)
-    if labels is not None and (labels.ndim != 1 or len(labels) != len(values)):
+    labels = arrays.get(y)
+    if labels is not None and labels.shape != (len(values),):
         raise DataError(f"{path}: {y!r} must have one value for each of the {len(values)} inputs.")
     return torch.from_numpy(np.ascontiguousarray(values)), labels
+
+
+def _check_numbers(path: Path, values: np.ndarray) -> None:
+    are_numbers = values.dtype.kind in "biuf"  # booleans, whole numbers with and without a sign, floats
+    if not are_numbers or not values.size:
+        raise DataError(f"{path}: inputs must be numbers. Got {values.dtype} of shape {list(values.shape)}.")
+
+
+def _arrange_inputs(values: np.ndarray, about: dict[str, Any]) -> np.ndarray:
+    """Bring images of bytes into the order [N, channels, height, width]; all other inputs become float32.
+
+    Images stay bytes, since `normalised` makes numbers of them. Those that fit in no order are left as they are:
+    `log_prob` says which shape they should have.
+    """
+    are_images_of_bytes = values.dtype == np.uint8 and about["mean"]
+    if not are_images_of_bytes:
+        return values.astype(np.float32)
+    shape: list[int] = about["input"]
+    if values.ndim == len(shape) and shape[0] == 1:  # grey images without an axis for their one channel
+        return values[:, None]
+    channels_first = np.moveaxis(values, -1, 1)
+    if list(channels_first.shape[1:]) == shape:
+        return channels_first
+    return values
 
 
 def predict_site(
     folder: Path, file: Path, client: str | None = None, run: str | None = None, x: str = "x", y: str = "y"
 ) -> dict[str, Any]:
-    """Labels and probabilities of new inputs; accuracy too where the file has labels."""
+    """Predict labels and probabilities for new inputs, and give the accuracy where the file has labels."""
     site = load_site(folder, client, run)
     inputs, truth = read_inputs(file, site.about, x, y)
     log_p = site.log_prob(inputs)
-    best = log_p.argmax(dim=1)
-    names = [site.labels[i] for i in best.tolist()]
-    found = {
+    predictions = [site.labels[i] for i in log_p.argmax(dim=1).tolist()]
+    probabilities = [[round(p, 6) for p in row] for row in log_p.exp().tolist()]
+    result = {
         "client": site.client,
         "run": site.run,
         "round": site.round,
         "labels": site.labels,
-        "predictions": names,
-        "probabilities": [[round(p, 6) for p in row] for row in log_p.exp().tolist()],
+        "predictions": predictions,
+        "probabilities": probabilities,
     }
     if truth is not None:
-        truth = np.array(
-            [str(int(v)) if isinstance(v, (float, np.floating)) and v == int(v) else str(v) for v in truth]
-        )
-        strange = sorted(set(truth) - set(site.labels))
-        if strange:
-            raise DataError(f"{file}: labels must be of {', '.join(site.labels)}. Here is {strange[0]!r} as well.")
-        found["accuracy"] = float(np.mean(np.array(names) == truth))
-    return found
+        labels = np.array([_label_as_text(value) for value in truth])
+        _check_labels(file, labels, site.labels)
+        result["accuracy"] = float(np.mean(np.array(predictions) == labels))
+    return result
+
+
+def _check_labels(file: Path, labels: np.ndarray, known: list[str]) -> None:
+    strange = sorted(set(labels) - set(known))
+    if strange:
+        raise DataError(f"{file}: labels must be of {', '.join(known)}. Here is {strange[0]!r} as well.")
+
+
+def _label_as_text(value: Any) -> str:
+    """Write a label as recipes do: 1.0, as some programs save whole numbers, is the label 1."""
+    is_float = isinstance(value, (float, np.floating))
+    if is_float and value == int(value):
+        return str(int(value))
+    return str(value)

@@ -1,4 +1,4 @@
-"""Processes that are stopped with everything below them, and that do not outlive whoever started them."""
+"""Processes that are stopped with everything that they started, and that do not outlive whoever started them."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,10 @@ GRACE = 10.0  # seconds between asking a process to end and ending it
 
 
 def _end_with_parent() -> None:
-    """Of a child, before its program starts: SIGTERM when the parent is gone, however it went (Linux)."""
+    """Have this process sent SIGTERM when its parent is gone, however it went (Linux).
+
+    It is called in the child, before its program starts.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -30,7 +33,7 @@ class Child:
     ) -> None:
         self.name = name
         self._born = time.monotonic()
-        self.last: deque[str] = deque(maxlen=40)  # of what it printed
+        self.last: deque[str] = deque(maxlen=40)  # the last lines that it printed
         self.process = subprocess.Popen(
             list(command),
             env={**os.environ, **env},
@@ -44,44 +47,50 @@ class Child:
         self._reader.start()
 
     def _read(self, log: Path | None) -> None:
-        """What it prints goes to its log, or on to standard error."""
+        """Pass on what the process prints to its log, or to standard error."""
         assert self.process.stdout is not None
         with ExitStack() as stack:
             out = stack.enter_context(open(log, "ab", buffering=0)) if log else sys.stderr.buffer
             for line in self.process.stdout:
                 self.last.append(line.decode(errors="replace").rstrip())
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the child must not wait
+                # Where nobody reads it any more the line is dropped: the child must not wait.
+                with contextlib.suppress(OSError, ValueError):
                     out.write(line)
                     out.flush()
 
     @property
     def status(self) -> int | None:
-        """None while it runs."""
+        """The exit status of the process, or None while it runs."""
         return self.process.poll()
 
     @property
     def age(self) -> float:
+        """For how many seconds the process has existed."""
         return time.monotonic() - self._born
 
     def stop(self) -> None:
-        """Ask it and everything below it to end; end what has not after a while. Flower's apps have groups of their own."""
+        """Ask the process and everything that it started to end, and kill what has not ended after a while."""
         if self.process.stdin:
             self.process.stdin.close()
-        below = _descendants(self.process.pid)
+        # Flower's apps have groups of their own, so signals to this group do not reach them.
+        descendants = _descendants(self.process.pid)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        until = time.monotonic() + GRACE
-        while self._group_lives() and time.monotonic() < until:
-            time.sleep(0.05)
+        self._wait_for_group()
         self._signal(signal.SIGKILL)
-        for pid in below:
+        for pid in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(GRACE)
         if self.process.stdout:
             self.process.stdout.close()
+
+    def _wait_for_group(self) -> None:
+        until = time.monotonic() + GRACE
+        while self._group_lives() and time.monotonic() < until:
+            time.sleep(0.05)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -96,29 +105,32 @@ class Child:
 
 
 def _stat(pid: str) -> list[str]:
-    """Of /proc/PID/stat what comes after the name: state, parent, group, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Read what comes after the name in /proc/PID/stat: state, parent, group, ..."""
+    _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return after_name.split()
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes below this one (Linux; elsewhere none are seen)."""
-    parents: dict[int, list[int]] = {}
+    """List the processes that this one started, and those that they started (Linux; elsewhere none are seen)."""
+    children_of: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            parents.setdefault(int(_stat(entry.name)[1]), []).append(int(entry.name))
-    found, todo = [], [pid]
+            parent = int(_stat(entry.name)[1])
+            children_of.setdefault(parent, []).append(int(entry.name))
+    descendants: list[int] = []
+    todo = [pid]
     while todo:
-        own = parents.get(todo.pop(), [])
-        found += own
-        todo += own
-    return found
+        children = children_of.get(todo.pop(), [])
+        descendants += children
+        todo += children
+    return descendants
 
 
 def _others_in(group: int) -> bool:
-    """Whether a group still has processes that run; zombies do not count."""
+    """Say whether a group still has processes that run; zombies do not count."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = _stat(entry.name)
-            if int(fields[2]) == group and fields[0] != "Z":
+            state, _, group_of_process = _stat(entry.name)[:3]
+            if int(group_of_process) == group and state != "Z":
                 return True
     return False

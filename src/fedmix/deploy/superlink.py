@@ -1,12 +1,12 @@
 """Flower's SuperLink with two checks that it does not make by itself.
 
-Flower serves three APIs on one port: for sites, for operators, who may start runs, and for the processes of its own. The last
-two ask nobody who they are; here they answer to this machine alone (`OperatorsHere`).
+Flower serves three APIs on one port: for sites, for operators, who may start runs, and for its own processes. The last two do
+not check who is asking; here they answer to this machine alone (`OperatorsHere`).
 
 A site signs every request with its registered key, and Flower compares the key with the node that the request names. But it
 does not compare that node with the one that a *message* claims to come from, so that one site could answer for another, or
-hand it an order as if it came from the server. Here a site may pull what is addressed to it, and
-answer that as itself (`Bound`).
+hand it an order as if it came from the server. Here a site may pull what is addressed to it, and answer that as itself
+(`Bound`).
 """
 
 import ipaddress
@@ -16,20 +16,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-FOR_SITES = ("/v1/fleet/", "/health")
+FOR_SITES = ("/v1/fleet/", "/health")  # paths that begin like this are open to every machine
 FORBIDDEN = b"of this machine's operator alone"
 SERVER = 1  # the server's own number among Flower's nodes
-MOST_OPEN = 256  # questions of one site, and uploads of all, that are remembered
+MOST_OPEN = 256  # questions to a site that are remembered
+MOST_UPLOADS = MOST_OPEN * 16  # uploads of all sites that are remembered
+CHECKED = ("pull_messages", "push_messages", "push_object", "pull_object", "confirm_message_received")
 
 
 class OperatorsHere:
-    """ASGI: what is not for sites is refused to peers that are not on this machine."""
+    """An ASGI middleware that refuses what is not for sites to peers that are not on this machine."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(FOR_SITES) and not _is_here(scope["client"]):
+        if _is_for_operators(scope) and not _is_here(scope["client"]):
             headers = [(b"content-type", b"text/plain")]
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": FORBIDDEN})
@@ -37,7 +39,12 @@ class OperatorsHere:
         await self.app(scope, receive, send)
 
 
+def _is_for_operators(scope: Any) -> bool:
+    return scope["type"] == "http" and not scope["path"].startswith(FOR_SITES)
+
+
 def _is_here(client: Any) -> bool:
+    """Say whether a peer is on this machine. One without an address, as on a Unix socket, does not count as here."""
     return bool(client) and ipaddress.ip_address(client[0]).is_loopback
 
 
@@ -65,14 +72,15 @@ class Bound:
         self._uploads: OrderedDict[str, int] = OrderedDict()  # Flower's session of an answer -> the node that gives it
 
     def handed(self, node: int, message: str, run: int, objects: frozenset[str]) -> None:
+        """Remember that a site was handed a message; the oldest are forgotten."""
         with self._lock:
-            own = self._questions.setdefault(node, OrderedDict())
-            own[message] = _Question(run, objects)
-            while len(own) > MOST_OPEN:
-                own.popitem(last=False)
+            questions = self._questions.setdefault(node, OrderedDict())
+            questions[message] = _Question(run, objects)
+            while len(questions) > MOST_OPEN:
+                questions.popitem(last=False)
 
     def check_answer(self, node: int, metadata: Any) -> None:
-        """An answer comes from the node whose key signed it, goes to the server, and is to something that it was asked."""
+        """Refuse an answer in another's name, one that does not go to the server, and one to what the site was not asked."""
         if metadata.src_node_id != node:
             raise Refused(f"node {node} answers as node {metadata.src_node_id}")
         if metadata.dst_node_id != SERVER:
@@ -82,23 +90,27 @@ class Bound:
             raise Refused(f"node {node} answers what it was not asked")
 
     def uploads(self, node: int, session: str) -> None:
+        """Remember that a site uploads its answer in this session; the oldest are forgotten."""
         with self._lock:
             self._uploads[session] = node
-            while len(self._uploads) > MOST_OPEN * 16:
+            while len(self._uploads) > MOST_UPLOADS:
                 self._uploads.popitem(last=False)
 
     def check_upload(self, node: int, session: str) -> None:
+        """Refuse a part of an answer that another site gives."""
         with self._lock:
             if self._uploads.get(session) != node:
                 raise Refused(f"node {node} uploads a part of somebody else's answer")
 
     def check_object(self, node: int, run: int, name: str) -> None:
+        """Refuse to hand over an object that is in no message to this site."""
         with self._lock:
-            own = list(self._questions.get(node, {}).values())
-        if not any(question.run == run and name in question.objects for question in own):
+            questions = list(self._questions.get(node, {}).values())
+        if not any(question.run == run and name in question.objects for question in questions):
             raise Refused(f"node {node} pulls what was not sent to it")
 
     def check_receipt(self, node: int, message: str) -> None:
+        """Refuse the receipt of a message that this site was not handed."""
         if self._question(node, message) is None:
             raise Refused(f"node {node} confirms what was not sent to it")
 
@@ -108,18 +120,18 @@ class Bound:
 
 
 def _objects(tree: Any) -> frozenset[str]:
-    """The names of all objects of a message, which Flower sends one by one."""
+    """Name all objects of a message, which Flower sends one by one."""
     return frozenset({tree.object_id}).union(*(_objects(child) for child in tree.children))
 
 
 def guarded_handlers(handlers: Any, bound: Bound) -> dict[str, Callable[..., Any]]:
-    """Flower's handlers of what sites ask for, each behind its check."""
+    """Put each of Flower's handlers of what sites ask for behind its check, and give them by name (`CHECKED`)."""
 
     def pull_messages(request: Any, state: Any, store: Any) -> Any:
         answer = handlers.pull_messages(request=request, state=state, store=store)
         for message, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
-            found = message.metadata
-            bound.handed(request.node.node_id, found.message_id, found.run_id, _objects(tree))
+            metadata = message.metadata
+            bound.handed(request.node.node_id, metadata.message_id, metadata.run_id, _objects(tree))
         return answer
 
     def push_messages(request: Any, state: Any) -> Any:
@@ -148,13 +160,18 @@ def guarded_handlers(handlers: Any, bound: Bound) -> dict[str, Callable[..., Any
 
 
 def bind_sites_to_their_keys() -> None:
-    """Put the checks in front of Flower's handlers, for the routes that are already made: they look them up by name."""
+    """Put the checks in front of Flower's handlers.
+
+    Flower's routes exist already. They look the handlers up by name, so it is enough to exchange those.
+    """
     from types import SimpleNamespace
 
     from fastapi import HTTPException
     from flwr.superlink.servicer.fleet import fleet_handlers
 
     def forbidding(handle: Callable[..., Any]) -> Callable[..., Any]:
+        """Answer 403 where a handler refuses."""
+
         def checked(**request: Any) -> Any:
             try:
                 return handle(**request)
@@ -164,13 +181,13 @@ def bind_sites_to_their_keys() -> None:
 
         return checked
 
-    names = ("pull_messages", "push_messages", "push_object", "pull_object", "confirm_message_received")
-    plain = SimpleNamespace(**{name: getattr(fleet_handlers, name) for name in names})
-    for name, handle in guarded_handlers(plain, Bound()).items():
+    plain = {name: getattr(fleet_handlers, name) for name in CHECKED}  # before any of them is exchanged
+    for name, handle in guarded_handlers(SimpleNamespace(**plain), Bound()).items():
         vars(fleet_handlers)[name] = forbidding(handle)
 
 
 def main() -> None:
+    """Start Flower's SuperLink with both checks; the arguments of the command line are Flower's."""
     from flwr.superlink import main as service
     from flwr.superlink.cli.flower_superlink import flower_superlink
 

@@ -1,4 +1,8 @@
-"""Flower's records over a socket of this machine: between a site's short-lived ClientApp and its worker. No torch here."""
+"""Flower's records over a socket of this machine: between a site's short-lived ClientApp and its worker.
+
+A message is two sizes, a head in JSON, and the bytes of its tensors one after the other. Nothing here imports torch, so that a
+ClientApp starts fast.
+"""
 
 import json
 import socket
@@ -8,49 +12,53 @@ from typing import Any
 
 from fedmix.errors import ClientError
 
-LONGEST = 1 << 40
-_SIZES = struct.Struct(">QQ")
+LONGEST = 1 << 40  # bytes of a message
+_SIZES = struct.Struct(">QQ")  # bytes of the head, and of all tensors
 
 
 def send(connection: socket.socket, kind: str, content: Any) -> None:
-    """kind: what is asked, or "answer". content: a RecordDict of tensors and a table, or text where there is an error."""
+    """Send a message.
+
+    kind: what is asked, or "answer". content: a RecordDict of tensors and a table, or text where there is an error.
+    """
     if isinstance(content, str):
-        head: dict[str, Any] = {"kind": kind, "error": content, "arrays": []}
-        blobs: list[bytes] = []
-    else:
-        arrays = content["tensors"]
-        rows = [(key, arrays[key].dtype, list(arrays[key].shape), arrays[key].stype) for key in arrays]
-        blobs = [arrays[key].data for key in arrays]
-        head = {
-            "kind": kind,
-            "arrays": [(*row, len(blob)) for row, blob in zip(rows, blobs, strict=True)],
-            "table": content["table"]["json"],
-        }
+        _send_parts(connection, {"kind": kind, "error": content, "arrays": []}, [])
+        return
+    rows, blobs = [], []
+    for key, array in content["tensors"].items():
+        rows.append((key, array.dtype, list(array.shape), array.stype, len(array.data)))
+        blobs.append(array.data)
+    _send_parts(connection, {"kind": kind, "arrays": rows, "table": content["table"]["json"]}, blobs)
+
+
+def _send_parts(connection: socket.socket, head: dict[str, Any], blobs: list[bytes]) -> None:
     written = json.dumps(head).encode()
-    connection.sendall(_SIZES.pack(len(written), sum(map(len, blobs))) + written)
+    sizes = _SIZES.pack(len(written), sum(map(len, blobs)))
+    connection.sendall(sizes + written)
     for blob in blobs:
         connection.sendall(blob)
 
 
 def receive(connection: socket.socket) -> tuple[str, Any]:
-    """The kind and the content of a message; content that is text is an error."""
+    """Receive a message: its kind and its content. Content that is text is an error."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    size, more = _SIZES.unpack(_exactly(connection, _SIZES.size))
-    if size + more > LONGEST:
+    size_of_head, size_of_tensors = _SIZES.unpack(_exactly(connection, _SIZES.size))
+    if size_of_head + size_of_tensors > LONGEST:
         raise ClientError("a message of the worker is longer than any can be")
-    head = json.loads(bytes(_exactly(connection, size)))
+    head = json.loads(bytes(_exactly(connection, size_of_head)))
     if "error" in head:
         return head["kind"], head["error"]
-    arrays = {
-        key: Array(dtype=dtype, shape=tuple(shape), stype=stype, data=bytes(_exactly(connection, length)))
-        for key, dtype, shape, stype, length in head["arrays"]
-    }
+    arrays = {}
+    for key, dtype, shape, stype, length in head["arrays"]:  # they come in this order
+        data = bytes(_exactly(connection, length))
+        arrays[key] = Array(dtype=dtype, shape=tuple(shape), stype=stype, data=data)
     table = ConfigRecord({"json": head["table"]})
     return head["kind"], RecordDict({"tensors": ArrayRecord(arrays), "table": table})
 
 
 def _connected(path: str, seconds: float) -> socket.socket:
+    """Connect to the worker, which may not have started yet."""
     until = time.monotonic() + seconds
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -65,25 +73,26 @@ def _connected(path: str, seconds: float) -> socket.socket:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
+    """Receive this many bytes."""
     data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = connection.recv_into(view[done:], min(size - done, 1 << 20))
-        if not got:
+    view, received = memoryview(data), 0
+    while received < size:
+        more = connection.recv_into(view[received:], min(size - received, 1 << 20))
+        if not more:
             raise ClientError("the other side of a site's socket is gone")
-        done += got
+        received += more
     return data
 
 
 def table(value: Any) -> Any:
-    """A message without tensors."""
+    """Make a message without tensors."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     return RecordDict({"tensors": ArrayRecord(), "table": ConfigRecord({"json": json.dumps(value)})})
 
 
 def ask(path: str, kind: str, content: Any, seconds: float = 60.0) -> Any:
-    """What the worker at this socket answers; seconds: for it to start, or to start again."""
+    """Ask the worker at this socket, and give its answer. seconds: in which it must have started, or started again."""
     with _connected(path, seconds) as connection:
         try:
             send(connection, kind, content)

@@ -1,5 +1,6 @@
 """Tensors handed between processes through shared memory: one copy in, one copy out, and no pickle."""
 
+import math
 import mmap
 import os
 import tempfile
@@ -17,7 +18,7 @@ Where = list[Any]  # [name, dtype, shape, offset]: JSON
 
 
 class Arena:
-    """A nameless file in memory that forked processes share. It grows with what is laid in, and vanishes with them."""
+    """A file in memory, without a name, that forked processes share. It grows with its tensors, and ends with the processes."""
 
     def __init__(self) -> None:
         shm = Path("/dev/shm")
@@ -28,20 +29,23 @@ class Arena:
         self._placed: dict[int, tuple[Tensor, int]] = {}
 
     def clear(self) -> None:
+        """Forget what is in the arena; its room is used again."""
         self._end, self._placed = 0, {}
 
     def lay(self, tensors: Mapping[str, Tensor]) -> list[Where]:
         """Copy tensors in and say where they are. The same tensor, laid in again before `clear`, is not copied again."""
         where: list[Where] = []
         for name, value in tensors.items():
-            known = self._placed.get(id(value))
-            offset = known[1] if known else self._copy(value)
-            self._placed[id(value)] = (value, offset)  # holds the tensor: its id stays its own
-            where.append([name, str(value.dtype).removeprefix("torch."), list(value.shape), offset])
+            if id(value) not in self._placed:
+                # the tensor itself is held, too: as long as it lives no other tensor gets its id
+                self._placed[id(value)] = (value, self._copy(value))
+            _, offset = self._placed[id(value)]
+            dtype = str(value.dtype).removeprefix("torch.")
+            where.append([name, dtype, list(value.shape), offset])
         return where
 
     def _copy(self, value: Tensor) -> int:
-        offset = -(-self._end // ALIGN) * ALIGN
+        offset = -(-self._end // ALIGN) * ALIGN  # rounded up
         self._end = offset + value.numel() * value.element_size()
         if self._end > self._size:
             self._size = max(self._end, 2 * self._size, 1 << 20)
@@ -51,21 +55,20 @@ class Arena:
         return offset
 
     def _reserve(self) -> None:
-        """Room for real: a file that is only promised room kills whoever writes to it once memory is full."""
+        """Take the memory now: a process that writes to a file with promised memory only is killed when there is none."""
         self._file.truncate(self._size)
-        if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self._file.fileno(), 0, self._size)
-            except OSError as error:
-                raise FedmixError(
-                    f"shared memory must hold {self._size:,} bytes. It cannot ({error.strerror}): give /dev/shm more, "
-                    "use fewer --workers, or --engine serial."
-                ) from error
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, self._size)
+        except OSError as error:
+            raise FedmixError(
+                f"shared memory must hold {self._size:,} bytes. It cannot ({error.strerror}): give /dev/shm more, "
+                "use fewer --workers, or --engine serial."
+            ) from error
 
     def _view(self, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:
-        count = 1
-        for side in shape:
-            count *= side
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
         if self._map is None or offset + count * dtype.itemsize > len(self._map):
@@ -75,7 +78,9 @@ class Arena:
     def take(self, where: list[Where], copy: bool) -> dict[str, Tensor]:
         """The tensors that another process laid in: copies, or views that are good until it clears the arena."""
         views = {name: self._view(getattr(torch, dtype), shape, offset) for name, dtype, shape, offset in where}
-        return {name: view.clone() for name, view in views.items()} if copy else views
+        if copy:
+            return {name: view.clone() for name, view in views.items()}
+        return views
 
     def close(self) -> None:
         self._placed = {}

@@ -18,9 +18,8 @@ from fedmix.rng import Stream, stream
 
 CHUNK = 512  # points of a forward pass without gradients
 CPU = torch.device("cpu")
-BOUND = "bound"  # the method's objective, where it has one to report
-ADAPTED = "adapted_"  # a score of the adapted private parts with the server's weights
-
+BOUND = "bound"  # the name of the method's objective among scores, where it has one to report
+ADAPTED = "adapted_"  # the prefix of scores of adapted private parts with the server's weights
 
 Kind = Literal["train", "evaluate", "density", "share"]
 PARTS = ("train", "validation", "test")
@@ -32,10 +31,10 @@ class Task:
 
     train: an update, and a score of the updated weights on validation data (the proxy of the learning curves).
     evaluate: a score on `part`, after `adapt` epochs of its private parts alone and `finetune` epochs of everything, on
-    `points` of its labelled points (0: all), all of which is then forgotten. With both, names that begin with ADAPTED
+    `points` of its labelled points (0: all); all of that is then forgotten. With both, names that begin with ADAPTED
     have the score between the two.
     density: a generative model of the client's inputs (core.vae).
-    share: the client's private state; only where clients are somewhere else, and allow it.
+    share: the client's private state; only where clients are on other machines, and allow it.
     """
 
     kind: Kind
@@ -49,16 +48,27 @@ class Task:
 
     @property
     def trains(self) -> bool:
+        """Whether the client trains all of its weights."""
         return self.kind == "train" or self.finetune > 0
 
     @property
+    def epochs(self) -> int | None:
+        """How often the client goes over its points; None: as often as the recipe says."""
+        return self.finetune or None
+
+    @property
     def alone(self) -> bool:
-        """Whether it is for one client by itself, whatever others do at the same time."""
+        """Whether the client does this by itself, never side by side with others."""
         return self.kind == "density" or self.adapt > 0 or self.points > 0 or not self.trains
 
     def stream(self, seed: int) -> Stream:
+        """The client's randomness in this task: a function of the seed, the round, the client and what it does."""
         rng = stream(seed, "round", self.round, "client", self.client)
-        return rng if self.kind == "train" else rng.child("finetune" if self.kind == "evaluate" else self.kind)
+        if self.kind == "train":
+            return rng
+        if self.kind == "evaluate":
+            return rng.child("finetune")
+        return rng.child(self.kind)
 
 
 @dataclass(frozen=True)
@@ -79,26 +89,35 @@ def perform(
         rng = task.stream(seed)
         if task.kind == "density":
             return _density(clients, task, rng), private
-        learns = task.trains or task.adapt > 0
-        known = private if learns else informed(algorithm, clients, task.client, private)
-        updated = task.message.to(device), placed(known, device)
-        between = dict[str, float]()
-        if learns:
-            train = labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
-            if task.adapt:
-                updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
-            if task.adapt and task.trains:
-                scored = _score(algorithm, clients.examples(task.client, task.part), updated)
-                between = {ADAPTED + name: value for name, value in scored.items()}
-            if task.trains:
-                updated = algorithm.client_update(*updated, train, rng, task.finetune or None)
+        if task.trains or task.adapt > 0:
+            start = task.message.to(device), placed(private, device)
+            updated, between = _learn(algorithm, clients, task, start, rng)
+        else:
+            known = informed(algorithm, clients, task.client, private)
+            updated, between = (task.message.to(device), placed(known, device)), {}
         answer, after = _answer(algorithm, clients, seed, task, private, updated)
         return Message(answer.tensors, {**answer.numbers, **between}), after
 
 
+def _learn(
+    algorithm: Algorithm, clients: Clients, task: Task, start: Answer, rng: Stream
+) -> tuple[Answer, dict[str, float]]:
+    """A client adapts, trains, or does both one after the other. Gives what it has then, and scores between the two."""
+    updated, between = start, dict[str, float]()
+    train = labelled(clients.examples(task.client, "train"), task.points, rng.child("points"))
+    if task.adapt:
+        updated = algorithm.adapt(*updated, train, rng.child("adapt"), task.adapt)
+        if task.trains:
+            scored = _score(algorithm, clients.examples(task.client, task.part), updated)
+            between = {ADAPTED + name: value for name, value in scored.items()}
+    if task.trains:
+        updated = algorithm.client_update(*updated, train, rng, task.epochs)
+    return updated, between
+
+
 @contextmanager
 def named(*tasks: Task) -> Iterator[None]:
-    """Whatever goes wrong is said of this client, or of these, in this round."""
+    """Whatever goes wrong becomes an error that names this client, or these, and the round."""
     who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
     where = f"{who}, round {tasks[0].round}"
     try:
@@ -111,7 +130,7 @@ def named(*tasks: Task) -> Iterator[None]:
 
 
 def informed(algorithm: Algorithm, clients: Clients, client: int, private: Private) -> Private:
-    """With what a client knows of itself before it has trained: how often each label occurs (training.label_counts)."""
+    """The private state with what a client knows before it has trained: its label counts (training.label_counts)."""
     if not algorithm.counts_labels:
         return private
     return algorithm.counted(private, clients.examples(client, "train").y.to(CPU))
@@ -126,8 +145,10 @@ def labelled(train: Examples, points: int, rng: Stream) -> Examples:
 
 
 def _density(clients: Clients, task: Task, rng: Stream) -> Message:
-    train, judged = (clients.unit(clients.examples(task.client, part).x).flatten(1) for part in ("train", "validation"))
-    weights, epochs = train_vae(train, judged, rng)
+    """A generative model of the client's inputs."""
+    train = clients.examples(task.client, "train")
+    validation = clients.examples(task.client, "validation")
+    weights, epochs = train_vae(clients.unit(train.x).flatten(1), clients.unit(validation.x).flatten(1), rng)
     return Message(placed(weights, CPU), {"epochs": epochs})
 
 
@@ -139,17 +160,20 @@ def perform_group(
     privates: Sequence[Private],
     device: torch.device = CPU,
 ) -> list[Answer]:
-    """The same for several clients with tasks of one kind, side by side where the method can; else one after the other."""
+    """`perform` for several clients with tasks of one kind: side by side where the method can, else one after the other."""
     if len(tasks) > 1 and side_by_side(algorithm, clients, tasks):
         return _perform_together(algorithm, clients, seed, tasks, privates, device)
-    return [perform(algorithm, clients, seed, task, own, device) for task, own in zip(tasks, privates, strict=True)]
+    return [
+        perform(algorithm, clients, seed, task, private, device) for task, private in zip(tasks, privates, strict=True)
+    ]
 
 
 def side_by_side(algorithm: Algorithm, clients: Clients, tasks: Sequence[Task]) -> bool:
-    """Whether these tasks can be done at once: known before anything is tried."""
+    """Whether these tasks can be done at once; this is known before anything is trained."""
     if tasks[0].alone or algorithm.one_by_one is not None:
         return False
-    return clients.examples(tasks[0].client, "train").augment is None  # of all clients, or of none
+    # either all clients augment their points, or none does
+    return clients.examples(tasks[0].client, "train").augment is None
 
 
 def _perform_together(
@@ -161,25 +185,32 @@ def _perform_together(
     device: torch.device,
 ) -> list[Answer]:
     data = [clients.examples(task.client, "train") for task in tasks]
-    messages, rngs = [task.message.to(device) for task in tasks], [task.stream(seed) for task in tasks]
+    messages = [task.message.to(device) for task in tasks]
+    rngs = [task.stream(seed) for task in tasks]
     known = [placed(private, device) for private in privates]
     with named(*tasks):
-        outcomes = algorithm.group_update(messages, known, data, rngs, tasks[0].finetune or None)
+        outcomes = algorithm.group_update(messages, known, data, rngs, tasks[0].epochs)
     answers = []
     for task, private, outcome in zip(tasks, privates, outcomes, strict=True):
         with named(task):
-            if isinstance(outcome, StepError):
-                raise outcome
-            answers.append(_answer(algorithm, clients, seed, task, private, outcome))
+            updated = _raised(outcome)
+            answers.append(_answer(algorithm, clients, seed, task, private, updated))
     return answers
+
+
+def _raised(outcome: Answer | StepError) -> Answer:
+    """What a client has after training, unless its training failed."""
+    if isinstance(outcome, StepError):
+        raise outcome
+    return outcome
 
 
 def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, updated: Answer) -> Answer:
     """Training: the reply with a score. Evaluation: the score alone, and the private state as it was."""
     message, after = updated
     data = clients.examples(task.client, task.part)
-    plain = task.kind == "train" or task.finetune or task.adapt
-    scored = (_score if plain else _score_with_bound)(algorithm, data, updated)
+    as_sent = task.kind != "train" and not task.finetune and not task.adapt
+    scored = _score_with_bound(algorithm, data, updated) if as_sent else _score(algorithm, data, updated)
     if task.kind != "train":
         return Message({}, scored), private
     sent = task.message.to(data.x.device)
@@ -188,7 +219,9 @@ def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
 
 
 def _score(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
-    return score(predict(algorithm, *updated, data.x) if len(data) else data.x, data.y)
+    if not len(data):
+        return score(data.x, data.y)
+    return score(predict(algorithm, *updated, data.x), data.y)
 
 
 def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
@@ -196,15 +229,20 @@ def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> 
     if algorithm.method.bound is None or not len(data):
         return _score(algorithm, data, updated)
     chunks = [torch.split(values, CHUNK) for values in (data.x, data.y, data.c)]
+    predictions, bounds = [], []
     with torch.no_grad():
-        both = [algorithm.predict_with_bound(*updated, *chunk) for chunk in zip(*chunks, strict=True)]
-    bounds = torch.cat([bound for _, bound in both if bound is not None])
-    return score(torch.cat([log_p for log_p, _ in both]), data.y) | {BOUND: float(bounds.to(torch.float64).mean())}
+        for x, y, c in zip(*chunks, strict=True):
+            log_p, bound = algorithm.predict_with_bound(*updated, x, y, c)
+            predictions.append(log_p)
+            if bound is not None:
+                bounds.append(bound)
+    mean_bound = float(torch.cat(bounds).to(torch.float64).mean())
+    return score(torch.cat(predictions), data.y) | {BOUND: mean_bound}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As in a worker: sums in the same order on machines of any number of cores, and no threads that wait for each other."""
+    """One thread, as in a worker: sums have the same order whatever the number of cores, and no thread waits for another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -219,7 +257,7 @@ def predict(algorithm: Algorithm, message: Message, private: Private, x: Tensor)
 
 
 def from_shared(algorithm: Algorithm, message: Message, side: str) -> Callable[[Tensor], Tensor] | None:
-    """log p(y|x) from what is shared alone, x -> [N, classes]; None: private parts decide."""
+    """A function x -> log p(y|x) [N, classes] of what is shared alone; None where private parts decide."""
     if not algorithm.uses_private and algorithm.predicts_anonymously:
         return lambda x: in_chunks(lambda part: algorithm.predict_anonymous(message, [], torch.zeros(0), part), x)
     if not algorithm.pools or side != "label":
@@ -228,5 +266,6 @@ def from_shared(algorithm: Algorithm, message: Message, side: str) -> Callable[[
 
 
 def in_chunks(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of inputs, on CHUNK of them at a time: [N, ...] -> [N, classes]."""
     with torch.no_grad():
         return torch.cat([log_prob(part) for part in torch.split(x, CHUNK)])

@@ -1,8 +1,8 @@
-"""Clients somewhere else: Flower carries messages, everything else is ours.
+"""Clients on other machines: Flower carries messages, everything else is fedmix's.
 
-A node is one of Flower's SuperNodes. It serves one client or many; what it is asked goes to it in one message, tensors that
-several clients are sent only once. Clients' private states stay where the clients are: the server only names the round whose
-state each of them is to start from.
+A node is one of Flower's SuperNodes. It serves one client or many. All orders to it go in one message, which holds a tensor
+that several clients are sent only once. Clients' private states stay where the clients are: the server only names the round
+whose state each of them is to start from.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -34,7 +34,7 @@ ASK = "train"  # Flower's kind of message
 
 
 def flwr() -> Any:
-    """Flower's classes, or one line that says how to get them. It is told to report on nobody, and to ask nobody for news."""
+    """Flower's classes, or an error that says how to get them. Its telemetry and its checks for updates are switched off."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     try:
@@ -46,7 +46,7 @@ def flwr() -> Any:
 
 @dataclass(frozen=True)
 class Order:
-    """What one client behind a node is asked: a task, and the round whose private state it starts from (0: a new one)."""
+    """What one client behind a node is asked to do: a task, and the round whose private state it starts from (0: a new one)."""
 
     task: Task
     state: int
@@ -62,15 +62,16 @@ class Outcome:
 
 
 class _Laid:
-    """Tensors for a message, each of them once, end to end in one array: Flower sends arrays one request each."""
+    """Tensors for a message, each of them once, end to end in one array: Flower makes a request for each array."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
         self._known: dict[int, tuple[Tensor, int]] = {}
-        self.rows: list[tuple[str, list[int], int]] = []  # of each tensor: type, shape, where it begins
+        self.rows: list[tuple[str, list[int], int]] = []  # for each tensor: type, shape, where it begins
 
     def lay(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Add tensors, and say in which row each of them is."""
         where = {}
         for name, value in tensors.items():
             if id(value) not in self._known:
@@ -87,16 +88,19 @@ class _Laid:
 
 
 def _packed(laid: _Laid, table: Any) -> Any:
+    """Flower's records of these tensors, and of a table that says what they are."""
     app = flwr()
+    description = json.dumps({"tensors": laid.rows, "table": table})
     return app.RecordDict(
         {
             "tensors": app.ArrayRecord({"all": laid.array()}),
-            "table": app.ConfigRecord({"json": json.dumps({"tensors": laid.rows, "table": table})}),
+            "table": app.ConfigRecord({"json": description}),
         }
     )
 
 
 def _unpacked(content: Any) -> tuple[Any, Callable[[Mapping[str, int]], dict[str, Tensor]]]:
+    """The table of a message, and a function that gives the tensors of its rows by their names."""
     packed = json.loads(content["table"]["json"])
     rows = packed["tensors"]
     whole = content["tensors"]["all"].numpy() if rows else np.zeros(0, dtype=np.uint8)
@@ -105,9 +109,9 @@ def _unpacked(content: Any) -> tuple[Any, Callable[[Mapping[str, int]], dict[str
     def take(where: Mapping[str, int]) -> dict[str, Tensor]:
         for row in where.values():
             if row not in known:
-                kind, shape, start = rows[row]
-                end = start + np.dtype(kind).itemsize * math.prod(shape)
-                known[row] = torch.from_numpy(whole[start:end].copy().view(kind).reshape(shape))
+                dtype, shape, start = rows[row]
+                end = start + np.dtype(dtype).itemsize * math.prod(shape)
+                known[row] = torch.from_numpy(whole[start:end].copy().view(dtype).reshape(shape))
         return {name: known[row] for name, row in where.items()}
 
     return packed["table"], take
@@ -137,21 +141,23 @@ def unpack_orders(content: Any) -> tuple[dict[str, Any], list[Order]]:
     orders = []
     for row in table["orders"]:
         asked = row["task"]
-        whole = (
-            asked["client"],
-            asked["round"],
-            row["state"],
-            *(asked.get(n, 0) for n in ("finetune", "adapt", "points")),
-        )
-        if any(type(number) is not int or not 0 <= number < 2**40 for number in whole):
-            raise ClientError("an order must name clients, rounds and amounts by whole numbers. This one does not.")
-        if asked["kind"] not in get_args(Kind) or asked.get("part", "train") not in PARTS:
-            raise ClientError("an order must ask for something that clients do. This one does not.")
-        orders.append(Order(Task(**asked, message=Message(take(row["tensors"]), row["numbers"])), row["state"]))
+        _refuse_strange_order(asked, row["state"])
+        message = Message(take(row["tensors"]), row["numbers"])
+        orders.append(Order(Task(**asked, message=message), row["state"]))
     return table["about"], orders
 
 
+def _refuse_strange_order(asked: Mapping[str, Any], state: Any) -> None:
+    amounts = [asked.get(name, 0) for name in ("finetune", "adapt", "points")]
+    for number in (asked["client"], asked["round"], state, *amounts):
+        if type(number) is not int or not 0 <= number < 2**40:
+            raise ClientError("an order must name clients, rounds and amounts by whole numbers. This one does not.")
+    if asked["kind"] not in get_args(Kind) or asked.get("part", "train") not in PARTS:
+        raise ClientError("an order must ask for something that clients do. This one does not.")
+
+
 def pack_outcomes(outcomes: Sequence[Outcome]) -> Any:
+    """A node's answers as Flower's records."""
     laid = _Laid()
     rows = []
     for outcome in outcomes:
@@ -168,13 +174,13 @@ def pack_outcomes(outcomes: Sequence[Outcome]) -> Any:
 
 
 def unpack_outcomes(content: Any) -> list[Outcome]:
+    """What the clients behind a node answered."""
     rows, take = _unpacked(content)
-    return [
-        Outcome(
-            int(row["client"]), None if row["error"] else Message(take(row["tensors"]), row["numbers"]), row["error"]
-        )
-        for row in rows
-    ]
+    outcomes = []
+    for row in rows:
+        message = None if row["error"] else Message(take(row["tensors"]), row["numbers"])
+        outcomes.append(Outcome(int(row["client"]), message, row["error"]))
+    return outcomes
 
 
 def simulate(nodes: int, client_app: str, serve: Callable[[Any], None]) -> None:
@@ -197,17 +203,16 @@ def simulate(nodes: int, client_app: str, serve: Callable[[Any], None]) -> None:
     def main(grid: Any, context: Any) -> None:
         try:
             serve(grid)
-        except BaseException as error:  # for whoever started the simulation, as it is
+        except BaseException as error:  # raised again below, where the simulation was started
             failed.append(error)
 
     module, _, name = client_app.partition(":")
     client = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory(prefix="fedmix-", ignore_cleanup_errors=True) as scratch:
         init: Any = {"num_cpus": nodes, "include_dashboard": False, "log_to_driver": False, "_temp_dir": scratch}
+        backend: Any = {"init_args": init, "client_resources": {"num_cpus": 1}}
         try:
-            run_simulation(
-                server, client, nodes, backend_config={"init_args": init, "client_resources": {"num_cpus": 1}}
-            )
+            run_simulation(server, client, nodes, backend_config=backend)
         finally:
             import ray
 
@@ -219,20 +224,20 @@ def simulate(nodes: int, client_app: str, serve: Callable[[Any], None]) -> None:
 def nodes_of(grid: Any, count: int, seconds: float = 300.0) -> list[int]:
     """The nodes that are connected, once there are this many."""
     until = time.monotonic() + seconds
-    while len(found := list(grid.get_node_ids())) < count:
+    while len(nodes := list(grid.get_node_ids())) < count:
         if time.monotonic() > until:
-            raise ClientError(f"{count} nodes must be connected. After {seconds:g} s there are {len(found)}.")
+            raise ClientError(f"{count} nodes must be connected. After {seconds:g} s there are {len(nodes)}.")
         time.sleep(POLL_SECONDS)
-    return found
+    return nodes
 
 
 def parcel(content: Any, node: int, group: str, ttl: float | None = None, kind: str = ASK) -> Any:
-    """A message of Flower's to one node."""
+    """One of Flower's messages, to one node."""
     return flwr().Message(content, node, kind, group_id=group, ttl=ttl)
 
 
 class RemoteStore:
-    """Clients' private states that are somewhere else. Known here: who took part, and after which round its state was kept."""
+    """Clients' private states, which are on other machines. Here it is known who took part, and which round's state counts."""
 
     def __init__(self, fetch: Callable[[Sequence[int]], list[Private]]) -> None:
         self.rounds: dict[int, int] = {}
@@ -251,18 +256,21 @@ class RemoteStore:
         return sorted(self.rounds)
 
     def take_changed(self) -> list[int]:
-        return []  # nothing for a checkpoint of the server's
+        return []  # the server's checkpoint holds no client's state
 
 
 class FlowerEngine:
     """Sends tasks through a Flower grid.
 
-    about: (node) -> what goes with every message to it. homes: () -> the node that each client lives on, of those that
-    can be reached; None: any client on any node. deadline: seconds until a round is closed without those who have not
-    answered; 0: until all have.
+    about: (node) -> what goes with every message to it.
+    homes: () -> the node that each client lives on, for clients that can be reached; None: any client on any node.
+    deadline: seconds until a round is closed without those who have not answered; 0: when all have.
+    strict: whether a client's error ends the run, as it does on one machine; otherwise the client is absent.
     """
 
     name = "flower"
+    # Clients keep their private states themselves; the server's checkpoint does not hold them.
+    states_elsewhere: bool = True
 
     def __init__(
         self,
@@ -279,15 +287,16 @@ class FlowerEngine:
         self.nodes = sorted(nodes)
         self.workers = len(nodes)
         self.deadline = deadline
-        self.strict = strict  # a client's error ends the run, as on engines of one machine; else it is absent
+        self.strict = strict
         self._states = RemoteStore(self._fetch)
         self.store: Store = self._states
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint must know to go on: whose state of which round counts."""
+        """What a checkpoint must hold to go on: for each client, the round whose state counts."""
         return {str(client): t for client, t in self._states.rounds.items()}
 
     def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what `memory` gave."""
         self._states.rounds = {int(client): int(t) for client, t in memory.items()}
 
     def accept(self, t: int, clients: Sequence[int]) -> None:
@@ -295,92 +304,136 @@ class FlowerEngine:
         self._states.rounds |= dict.fromkeys(clients, t)
 
     def run(self, tasks: Sequence[Task]) -> list[Message | Absent]:
+        """The clients' answers, in the order of the tasks. Those of absent clients say why there is none."""
         orders = [Order(task, self._states.rounds.get(task.client, 0)) for task in tasks]
-        answers: dict[int, Message | Absent] = {}
-        sent: dict[str, list[int]] = {}
-        for node, own in self._parcels(orders):
-            message = parcel(pack_orders(self.about(node), own), node, str(tasks[0].round), self.deadline or None)
-            (message_id,) = self.grid.push_messages([message])
-            sent[message_id] = [order.task.client for order in own]
-        for message_id, outcomes in self._collect(sent).items():
-            for client in sent[message_id]:
-                answers[client] = outcomes.get(client, Absent("its node left it out"))
+        answers = self._answers(self._send(orders))
         for task in tasks:
             answers.setdefault(task.client, Absent("its node is not connected"))
         if self.strict:
-            for answer in answers.values():
-                if isinstance(answer, Absent):
-                    raise ClientError(answer.reason)
+            _refuse_absent(answers.values())
         return [answers[task.client] for task in tasks]
 
+    def _send(self, orders: Sequence[Order]) -> dict[str, list[int]]:
+        """Send orders to their nodes. Gives the clients that each message is for, by the message's id."""
+        sent: dict[str, list[int]] = {}
+        for node, orders_of_node in self._parcels(orders):
+            content = pack_orders(self.about(node), orders_of_node)
+            group = str(orders[0].task.round)
+            message = parcel(content, node, group, self.deadline or None)
+            (message_id,) = self.grid.push_messages([message])
+            sent[message_id] = [order.task.client for order in orders_of_node]
+        return sent
+
+    def _answers(self, sent: Mapping[str, Sequence[int]]) -> dict[int, Message | Absent]:
+        """The answer of each client that a message was for."""
+        answers: dict[int, Message | Absent] = {}
+        for message_id, outcomes in self._collect(sent).items():
+            for client in sent[message_id]:
+                answers[client] = outcomes.get(client, Absent("its node left it out"))
+        return answers
+
     def _parcels(self, orders: Sequence[Order]) -> list[tuple[int, list[Order]]]:
-        """Orders by node: where the client lives, or in equal parts; large ones in several messages."""
+        """Orders by node; those that are too large for one message are in several."""
+        parcels: list[tuple[int, list[Order]]] = []
+        for node, orders_of_node in self._by_node(orders).items():
+            parcels += [(node, part) for part in _in_parts(orders_of_node)]
+        return parcels
+
+    def _by_node(self, orders: Sequence[Order]) -> dict[int, list[Order]]:
+        """Orders by the node that the client lives on, or in equal parts. Clients that cannot be reached are left out."""
         by_node: dict[int, list[Order]] = {}
         homes = self.homes() if self.homes else None
         for i, order in enumerate(orders):
             node = self.nodes[i % len(self.nodes)] if homes is None else homes.get(order.task.client)
             if node is not None:
                 by_node.setdefault(node, []).append(order)
-        parcels: list[tuple[int, list[Order]]] = []
-        for node, own in by_node.items():
-            part: list[Order] = []
-            for order in own:
-                if part and sum(o.task.message.nbytes for o in part) + order.task.message.nbytes > LARGEST:
-                    parcels.append((node, part))
-                    part = []
-                part.append(order)
-            parcels.append((node, part))
-        return parcels
+        return by_node
 
     def _collect(self, sent: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Message | Absent]]:
         """Replies as they come, until all are there or the time is over."""
-        waiting, found = set(sent), dict[str, dict[int, Message | Absent]]()
+        waiting = set(sent)
+        outcomes: dict[str, dict[int, Message | Absent]] = {}
         pause = POLL_SECONDS
-        until = time.monotonic() + self.deadline if self.deadline else None
-        while waiting and (until is None or time.monotonic() < until):
-            for reply in self.grid.pull_messages(sorted(waiting)):
+        until = time.monotonic() + self.deadline if self.deadline else math.inf
+        while waiting and time.monotonic() < until:
+            for reply in self._pull(waiting):
                 asked = reply.metadata.reply_to_message_id
-                if asked in waiting:
-                    waiting.discard(asked)
-                    found[asked] = self._read(reply, sent[asked])
+                outcomes[asked] = self._read(reply, sent[asked])
             if waiting:
                 time.sleep(pause)
                 pause = min(1.2 * pause, LONGEST_PAUSE)
         for asked in waiting:
             late = Absent(f"no answer within {self.deadline:g} s")
-            found[asked] = dict.fromkeys(sent[asked], late)
-        return found
+            outcomes[asked] = dict.fromkeys(sent[asked], late)
+        return outcomes
+
+    def _pull(self, waiting: set[str]) -> Iterator[Any]:
+        """Replies that have come since. The messages that they answer are no longer waited for."""
+        for reply in self.grid.pull_messages(sorted(waiting)):
+            asked = reply.metadata.reply_to_message_id
+            if asked in waiting:
+                waiting.discard(asked)
+                yield reply
 
     def _read(self, reply: Any, clients: Sequence[int]) -> dict[int, Message | Absent]:
+        """What each client answered, in one reply of its node."""
         if reply.has_error():
-            reason = " ".join(str(reply.error.reason or f"code {reply.error.code}").split())
-            if reason.startswith(
-                "Error: Message Unavailable"
-            ):  # what Flower says of a message that nobody took in time
-                return dict.fromkeys(clients, Absent("no answer in time"))
-            raised = RAISED.search(reason)  # an error of our own on its node, as Flower writes it
-            return dict.fromkeys(clients, Absent(f"its node failed: {(raised[1] if raised else reason)[:300]}"))
+            return dict.fromkeys(clients, _reason(reply.error))
         try:
             outcomes = unpack_outcomes(reply.content)
         except Exception as error:
             unreadable = Absent(f"unreadable answer ({type(error).__name__}: {error})")
             return dict.fromkeys(clients, unreadable)
-        return {
-            outcome.client: Absent(outcome.error) if outcome.message is None else outcome.message
-            for outcome in outcomes
-            if outcome.client in clients
-        }
+        answers: dict[int, Message | Absent] = {}
+        for outcome in outcomes:
+            if outcome.client in clients:
+                answers[outcome.client] = Absent(outcome.error) if outcome.message is None else outcome.message
+        return answers
 
     def _fetch(self, clients: Sequence[int]) -> list[Private]:
         """Private states that clients hand over, where their recipe allows it."""
         tasks = [Task("share", self._states.rounds.get(s, 0), s, Message({})) for s in clients]
-        answers = self.run(tasks)
-        absent = [answer for answer in answers if isinstance(answer, Absent)]
-        if absent:
-            raise ClientError(
-                f"{len(absent)} of {len(clients)} clients did not hand over their state ({absent[0].reason})"
-            )
-        return [dict(answer.tensors) for answer in answers if isinstance(answer, Message)]
+        states, reasons = [], []
+        for answer in self.run(tasks):
+            if isinstance(answer, Absent):
+                reasons.append(answer.reason)
+            else:
+                states.append(dict(answer.tensors))
+        if reasons:
+            raise ClientError(f"{len(reasons)} of {len(clients)} clients did not hand over their state ({reasons[0]})")
+        return states
 
     def close(self) -> None:
         pass  # the grid is Flower's
+
+
+def _in_parts(orders: Sequence[Order]) -> list[list[Order]]:
+    """Orders in their order, in parts of at most LARGEST bytes; an order that is larger is a part by itself."""
+    parts: list[list[Order]] = [[]]
+    size = 0
+    for order in orders:
+        more = order.task.message.nbytes
+        if parts[-1] and size + more > LARGEST:
+            parts.append([])
+            size = 0
+        parts[-1].append(order)
+        size += more
+    return parts
+
+
+def _refuse_absent(answers: Iterable[Message | Absent]) -> None:
+    for answer in answers:
+        if isinstance(answer, Absent):
+            raise ClientError(answer.reason)
+
+
+def _reason(error: Any) -> Absent:
+    """Why a node did not answer, from what Flower says."""
+    reason = " ".join(str(error.reason or f"code {error.code}").split())
+    # Flower says this about a message that nobody took in time.
+    if reason.startswith("Error: Message Unavailable"):
+        return Absent("no answer in time")
+    # Flower writes an error of fedmix's on the node like this.
+    raised = RAISED.search(reason)
+    words = raised[1] if raised else reason
+    return Absent(f"its node failed: {words[:300]}")

@@ -1,8 +1,8 @@
-"""Clients side by side on all cores of this machine: worker processes of one torch thread each, started once.
+"""Clients side by side on all cores of this machine: worker processes with one torch thread each, started once.
 
 A worker takes whole clients: one at a time, or a group of them side by side where the model is small. Who is in a group
 depends on the tasks alone, so the numbers do not depend on how many workers there are. Weights cross in shared memory: what
-the server sends is laid down once for all clients of a round; pipes carry only a few words of JSON.
+the server sends is laid down once for all clients of a round. Pipes carry only a few words of JSON.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -20,25 +20,30 @@ from typing import Any
 import torch
 
 from fedmix.core.algorithm import Algorithm
-from fedmix.core.types import Clients, Message
+from fedmix.core.types import Clients, Message, Private
 from fedmix.engines.arena import Arena
 from fedmix.engines.client import CPU, Answer, Task, perform_group, side_by_side
 from fedmix.engines.store import StatesHere, Store
 from fedmix.errors import ClientError, FedmixError, SettingError
 
 BATCH = 256  # tasks whose private states are in shared memory at once
-GROUPS = 4  # at least so many groups of clients where small models train side by side, so that workers have work
+GROUPS = 4  # at least this many groups of clients where small models train side by side, so that workers have work
 LARGEST_GROUP = 16
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # settings of glibc's mallopt
 
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class LocalEngine(StatesHere):
+    """Worker processes on this machine."""
+
     name = "local"
+    states_elsewhere: bool = False
 
     def __init__(
         self,
@@ -70,9 +75,17 @@ class LocalEngine(StatesHere):
 
     def _run(self, tasks: Sequence[Task]) -> list[Message]:
         self._down.clear()
-        groups = self._groups(tasks)
-        orders = [json.dumps([self._order(task) for task in group]).encode() for group in groups]
         answers: dict[int, Message] = {}
+        for group, answers_of_group in self._dispatch(self._groups(tasks)):
+            for task, (answer, private) in zip(group, answers_of_group, strict=True):
+                answers[task.client] = answer
+                if task.kind == "train":
+                    self.store.put(task.client, private)
+        return [answers[task.client] for task in tasks]
+
+    def _dispatch(self, groups: Sequence[Sequence[Task]]) -> Iterator[tuple[Sequence[Task], list[Answer]]]:
+        """Groups of tasks with their answers, as workers give them. A worker that has answered gets another group at once."""
+        orders = [self._orders(group) for group in groups]
         waiting = list(range(len(groups)))[::-1]
         busy: dict[_Worker, int] = {}
 
@@ -83,17 +96,12 @@ class LocalEngine(StatesHere):
         for worker in self._workers[: len(groups)]:
             give(worker)
         while busy:
-            ready = wait([worker.pipe for worker in busy])
-            for worker in [worker for worker in busy if worker.pipe in ready]:
+            for worker in _with_an_answer(list(busy)):
                 group = groups[busy.pop(worker)]
-                received = worker.receive(group)
+                answers = worker.receive(group)
                 if waiting:
                     give(worker)
-                for task, (answer, private) in zip(group, received, strict=True):
-                    answers[task.client] = answer
-                    if task.kind == "train":
-                        self.store.put(task.client, private)
-        return [answers[task.client] for task in tasks]
+                yield group, answers
 
     def _groups(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
         """Tasks that go to a worker together: a few where clients train side by side, else one."""
@@ -101,8 +109,14 @@ class LocalEngine(StatesHere):
         size = min(-(-len(tasks) // GROUPS), LARGEST_GROUP) if together else 1
         return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
+    def _orders(self, group: Sequence[Task]) -> bytes:
+        """What a worker is told to do, as JSON; the tensors are in shared memory."""
+        return json.dumps([self._order(task) for task in group]).encode()
+
     def _order(self, task: Task) -> dict[str, Any]:
-        known = self.store.get(task.client)
+        private = self.store.get(task.client)
+        if private is None:
+            private = self._new(task.client)
         return {
             "task": {
                 "kind": task.kind,
@@ -115,7 +129,7 @@ class LocalEngine(StatesHere):
             },
             "tensors": self._down.lay(task.message.tensors),
             "numbers": dict(task.message.numbers),
-            "private": self._down.lay(self._new(task.client) if known is None else known),
+            "private": self._down.lay(private),
         }
 
     def close(self) -> None:
@@ -148,31 +162,33 @@ class _Worker:
         self.process.start()
         other.close()
 
-    def send(self, order: bytes, tasks: Sequence[Task]) -> None:
+    def send(self, orders: bytes, tasks: Sequence[Task]) -> None:
+        """Give the worker something to do."""
         try:
-            self.pipe.send_bytes(order)
+            self.pipe.send_bytes(orders)
         except OSError as error:
             raise self._died(tasks) from error
 
     def receive(self, tasks: Sequence[Task]) -> list[Answer]:
+        """Wait for the worker's answers."""
         try:
             answers: Any = json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._died(tasks) from error
         if isinstance(answers, str):
             raise ClientError(answers)
-        return [
-            (
-                Message(self._up.take(answer["tensors"], copy=True), answer["numbers"]),
-                self._up.take(answer["private"], copy=True),
-            )
-            for answer in answers
-        ]
+        return [self._taken(answer) for answer in answers]
+
+    def _taken(self, answer: dict[str, Any]) -> Answer:
+        """An answer with its tensors, out of shared memory."""
+        message = Message(self._up.take(answer["tensors"], copy=True), answer["numbers"])
+        return message, self._up.take(answer["private"], copy=True)
 
     def _died(self, tasks: Sequence[Task]) -> ClientError:
         self.process.join(timeout=5)
         code = self.process.exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        by_signal = code is not None and code < 0
+        how = f"killed by {signal.Signals(-code).name}" if by_signal else f"exit status {code}"
         who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
         return ClientError(
             f"{who}, round {tasks[0].round}: the worker process died ({how}). If memory ran out, use fewer --workers; the "
@@ -190,8 +206,10 @@ class _Worker:
 
 
 def _keep_freed_memory() -> None:
-    """Every step frees its activations and asks for as many again: they stay with the process, where glibc can be told so,
-    instead of going back to the system page by page."""
+    """Let the process keep freed memory, where glibc can be told so, instead of giving it back to the system page by page.
+
+    Every step frees its activations and asks for as much memory again.
+    """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for setting, value in ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
@@ -208,12 +226,8 @@ def _serve(
     seed: int,
     device: torch.device,
 ) -> None:
-    """The life of a worker: tasks in, answers out, until the server closes the pipe."""
-    for end in servers_ends:  # inherited by the fork; while anybody holds one, a worker would not see the server leave
-        end.close()
-    os.setpgid(0, 0)  # Ctrl-C and SIGTERM to the group are for the server, which finishes its checkpoint
-    torch.set_num_threads(1)
-    _keep_freed_memory()
+    """The life of a worker: it takes orders and answers them, until the server closes the pipe."""
+    _become_worker(servers_ends)
     if device != CPU:
         clients = clients.to(device)
     while True:
@@ -221,27 +235,46 @@ def _serve(
             orders = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        tasks = [
-            Task(**order["task"], message=Message(down.take(order["tensors"], copy=False), order["numbers"]))
-            for order in orders
-        ]
+        tasks = [_task(order, down) for order in orders]
         privates = [down.take(order["private"], copy=False) for order in orders]
         up.clear()
         answer: list[dict[str, Any]] | str
         try:
-            answer = [
-                {
-                    "tensors": up.lay(reply.tensors),
-                    "numbers": dict(reply.numbers),
-                    "private": up.lay(after) if task.kind == "train" else [],
-                }
-                for task, (reply, after) in zip(
-                    tasks, perform_group(algorithm, clients, seed, tasks, privates, device), strict=True
-                )
-            ]
+            performed = perform_group(algorithm, clients, seed, tasks, privates, device)
+            answer = [_laid(task, *outcome, up) for task, outcome in zip(tasks, performed, strict=True)]
         except FedmixError as error:
             answer = str(error)
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:
             os._exit(0)  # the server is gone
+
+
+def _become_worker(servers_ends: list[Connection]) -> None:
+    # These were inherited by the fork. While any process holds one, a worker would not see the server leave.
+    for end in servers_ends:
+        end.close()
+    # Ctrl-C and SIGTERM to the group are for the server, which finishes its checkpoint.
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    _keep_freed_memory()
+
+
+def _task(order: dict[str, Any], down: Arena) -> Task:
+    message = Message(down.take(order["tensors"], copy=False), order["numbers"])
+    return Task(**order["task"], message=message)
+
+
+def _laid(task: Task, reply: Message, after: Private, up: Arena) -> dict[str, Any]:
+    """An answer as JSON, its tensors in shared memory. Only training changes a private state."""
+    return {
+        "tensors": up.lay(reply.tensors),
+        "numbers": dict(reply.numbers),
+        "private": up.lay(after) if task.kind == "train" else [],
+    }
+
+
+def _with_an_answer(busy: Sequence[_Worker]) -> list[_Worker]:
+    """Wait until some of these workers have answered."""
+    ready = wait([worker.pipe for worker in busy])
+    return [worker for worker in busy if worker.pipe in ready]

@@ -11,7 +11,10 @@ from fedmix.engines.store import StatesHere, Store
 
 
 class SerialEngine(StatesHere):
+    """One client after the other, in this process."""
+
     name = "serial"
+    states_elsewhere: bool = False
     workers = 1
 
     def __init__(

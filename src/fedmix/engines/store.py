@@ -15,17 +15,22 @@ from fedmix.errors import ClientError
 
 
 class Store(Protocol):
+    """Where an engine finds clients' private states."""
+
     def get(self, client: int) -> Private | None:
-        """A client's state; None of one that never took part."""
+        """A client's state; None if it never took part."""
         ...
 
     def many(self, clients: Sequence[int]) -> list[Private]:
         """The states of clients that took part."""
         ...
 
-    def put(self, client: int, private: Private) -> None: ...
+    def put(self, client: int, private: Private) -> None:
+        """Keep a client's new state."""
+        ...
+
     def clients(self) -> list[int]:
-        """Those that took part."""
+        """The clients that took part."""
         ...
 
     def take_changed(self) -> list[int]:
@@ -34,7 +39,7 @@ class Store(Protocol):
 
 
 class StatesHere:
-    """Of engines whose store holds the clients' states: a checkpoint has them, there is nothing else to remember."""
+    """For engines whose store holds the clients' states: a checkpoint has them, and there is nothing else to remember."""
 
     def memory(self) -> dict[str, Any]:
         return {}
@@ -47,6 +52,8 @@ class StatesHere:
 
 
 class MemoryStore:
+    """Private states in memory."""
+
     def __init__(self) -> None:
         self._states: dict[int, Private] = {}
         self._changed: set[int] = set()
@@ -70,13 +77,14 @@ class MemoryStore:
 
 
 class DiskStore:
-    """One safetensors file a client, so that memory does not grow with the clients that took part."""
+    """Private states on disk, a safetensors file for each client: memory does not grow with the clients that took part."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.safetensors*"):  # of a run that ended: its checkpoint, not this, is what counts
-            left.unlink()
+        # Files of a run that ended: its checkpoint counts, not these.
+        for leftover in folder.glob("*.safetensors*"):
+            leftover.unlink()
         self._known: set[int] = set()
         self._changed: set[int] = set()
 
@@ -105,8 +113,11 @@ class DiskStore:
 
 
 class SiteStore:
-    """Private states on a client's own disk: a folder for each client, in it the states after the rounds that may still
-    count, readable by its owner alone. The server names the round; the two never disagree, whoever of them crashed."""
+    """Private states on a client's own disk, readable by its owner alone.
+
+    A folder for each client holds the states after the rounds that may still count. The server names the round, so that the
+    two never disagree, whichever of them crashed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +126,7 @@ class SiteStore:
         return self.folder / str(client) / f"{t:06d}.safetensors"
 
     def get(self, client: int, t: int) -> Private | None:
-        """The state after round t; None for t = 0: of a client that never took part."""
+        """The state after round t; None for t = 0, when the client has not taken part yet."""
         if t == 0:
             return None
         path = self._path(client, t)
@@ -130,9 +141,10 @@ class SiteStore:
         """Keep the state after round t, and that after round `before`, from which t may have to be done again."""
         path = self._path(client, t)
         _write_private(path, private)
-        for old in path.parent.iterdir():
-            if old not in (path, self._path(client, before), self._received(client), self._answers(client)):
-                old.unlink(missing_ok=True)
+        wanted = (path, self._path(client, before), self._received(client), self._answers(client))
+        for file in path.parent.iterdir():
+            if file not in wanted:
+                file.unlink(missing_ok=True)
 
     def _received(self, client: int) -> Path:
         return self.folder / str(client) / "received.safetensors"
@@ -151,18 +163,17 @@ class SiteStore:
             raise ClientError(f"client {client}: {file} is damaged; it counts answers that noise protects") from error
 
     def note_answer(self, client: int, t: int, count: int) -> None:
-        """On the disk before the answer is given."""
+        """Write the number of noisy answers down, before the answer is given."""
         file = self._answers(client)
         known = json.loads(file.read_text()) if file.exists() else {}
         write_whole(file, json.dumps(known | {str(t): count}).encode())
 
     def keep(self, client: int, message: Message, private: Private, t: int) -> None:
-        """What the client was sent, with the private state that goes with it: for predictions after training."""
+        """Keep what the client was sent, with the private state that goes with it, for predictions after training."""
         tensors = {f"sent.{name}": value for name, value in message.tensors.items()}
+        tensors |= {f"own.{name}": value for name, value in private.items()}
         about = {"round": str(t), "numbers": json.dumps(dict(message.numbers))}
-        _write_private(
-            self._received(client), tensors | {f"own.{name}": value for name, value in private.items()}, about
-        )
+        _write_private(self._received(client), tensors, about)
 
     def kept(self, client: int) -> tuple[Message, Private, int]:
         """What `keep` kept: message, private state, and the round whose weights they are."""
@@ -180,11 +191,12 @@ class SiteStore:
 
 
 def _write_private(path: Path, tensors: Private, about: dict[str, str] | None = None) -> None:
-    write_whole(path, save({name: value.contiguous() for name, value in tensors.items()}, about))
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    write_whole(path, save(contiguous, about))
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all, and readable by its owner alone."""
+    """Write a file whole or not at all, readable by its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_suffix(".part")
     with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:

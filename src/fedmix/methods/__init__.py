@@ -1,4 +1,4 @@
-"""Methods, a page each, and what a page of one's own is made of.
+"""The shipped methods, a page each, and what a page of your own is made of.
 
 from fedmix.methods import Method, Page, fedavg
 """

@@ -9,6 +9,7 @@ from fedmix.methods.page import NoSettings, Page
 
 
 def biased_fedavg(setup: Setup, settings: NoSettings) -> Method:
+    """FedAvg with a private bias in the output layer."""
     bias = f"{setup.model.output}.bias"
     if bias not in setup.model.shapes:
         raise ModelError(

@@ -1,7 +1,7 @@
 """Generalised FedAvg (McMahan et al., 2017; Reddi et al., 2020): one model, which every client trains and the server averages.
 
-Everything is shared, which is what a method is by default; so a loss is all there is to say. Relatives keep some parameters
-private (`with_private`), and start from the same draw.
+Everything is shared, which is a method's default, so only a loss is to be given. Relatives keep some parameters private
+(`with_private`), and start from the same draw.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedmix.core.method import Anonymous, Batch, Method, Parts, Setup, cross_entropy, outputs
 from fedmix.core.model import Model
+from fedmix.core.placement import Place
 from fedmix.core.training import Carry
 from fedmix.core.tree import Params
 from fedmix.methods.page import NoSettings, Page
@@ -21,28 +22,33 @@ from fedmix.methods.page import NoSettings, Page
 def loss(
     model: Model, parts: Parts, fixed: dict[str, object], batch: Batch, carry: Carry
 ) -> tuple[Tensor, float, Carry]:
-    """-log p(y|x) of each point, no penalty."""
+    """-log p(y|x) of each point, without a penalty."""
     logits, _ = outputs(model, parts, batch.x)
     return cross_entropy(logits[..., 0, :, :], batch.y), 0.0, carry
 
 
 def fedavg(setup: Setup, settings: NoSettings | None = None) -> Method:
+    """FedAvg as a method."""
     plain = partial(loss, setup.model)
     return Method(loss=plain, leading=plain)
 
 
 def with_private(setup: Setup, is_private: Callable[[str], bool], anonymous: Anonymous) -> Method:
     """FedAvg in which some parameters stay with their client."""
-    return replace(fedavg(setup), place=lambda name: "private" if is_private(name) else "shared", anonymous=anonymous)
+
+    def place(name: str) -> Place:
+        return "private" if is_private(name) else "shared"
+
+    return replace(fedavg(setup), place=place, anonymous=anonymous)
 
 
 def average_weights(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Tensor:
-    """Without identity: one model, with the clients' private parameters averaged with p(s)."""
-    weights = log_p_s.exp().tolist()
-    mean = {
-        name: sum((p * private[name] for p, private in zip(weights, privates, strict=True)), torch.zeros(()))
-        for name in privates[0]
-    }
+    """log p(y|x) without identity: of one model, with the clients' private parameters averaged with p(s)."""
+    p_s = log_p_s.exp().tolist()
+    mean = {}
+    for name in privates[0]:
+        weighted = [p * private[name] for p, private in zip(p_s, privates, strict=True)]
+        mean[name] = sum(weighted, torch.zeros(()))
     logits, _ = model.apply({**parts.whole(), **mean}, x, training=False)
     return torch.log_softmax(logits, dim=1)
 

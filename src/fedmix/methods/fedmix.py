@@ -1,7 +1,7 @@
-"""FedMix: a federated mixture of experts (Reisser, Louizos, Gavves, Welling, 2021), Algorithms 1 and 2 (eta = 0: 1).
+"""FedMix: a federated mixture of experts (Reisser, Louizos, Gavves, Welling, 2021), Algorithm 2; with eta = 0, Algorithm 1.
 
-Every parameter is an expert's. What crosses the wire: the experts w_k that a client uses, phi, and q(z|s). What stays: the gate
-theta_s = (pi, A, b). What is left open in the paper is in `FedmixSettings` and docs/decisions.md.
+Every parameter is an expert's. The experts w_k that a client uses, phi and q(z|s) cross the wire. The gate
+theta_s = (pi, A, b) stays with the client. What the paper leaves open is in `FedmixSettings` and docs/decisions.md.
 """
 
 from collections.abc import Sequence
@@ -52,11 +52,12 @@ class Mixture:
 
     @property
     def shares_phi(self) -> bool:
+        """Whether the server keeps phi and sends it."""
         return self.settings.phi == "global" and self.settings.objective == "bound"
 
     @cached_property
     def prior(self) -> Tensor:
-        """p(c) of the marginal entropy [C]: uniform, or the recipe's own shares."""
+        """p(c) in the marginal entropy [C]: uniform, or the shares that the recipe gives."""
         prior, categories = self.settings.prior, self.setup.categories
         if isinstance(prior, str):
             return torch.full((categories,), 1.0 / categories)
@@ -73,12 +74,8 @@ class Mixture:
 
 
 def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
+    """FedMix as a method."""
     mix = Mixture(setup, settings)
-    fields = {"q_zs": Field((mix.K,), tells="marginal")}
-    if mix.shares_phi:
-        fields["phi"] = Field((setup.categories, mix.K), moved_from="phi", tells="posterior")
-    if mix.shares_phi and settings.prior == "reported":
-        fields["c_shares"] = Field((setup.categories,), tells="shares")
     mix.prior  # noqa: B018 (shares that do not fit are refused now)
     bound_or_direct = partial(loss, mix)
     return Method(
@@ -88,12 +85,12 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         experts=mix.K,
         prepare=partial(prepare, mix),
         own=partial(new_client, mix),
-        trains=lambda name: name.startswith("gate."),
-        reply=fields,
+        trains=of_gate,
+        reply=reply_fields(mix),
         weigh="q_zs",
         answer=partial(answer, mix),
         init=partial(init, mix),
-        sends=lambda extras: {"phi": extras["phi"]} if mix.shares_phi else {},
+        sends=partial(sends, mix),
         select=partial(select, mix) if settings.eta else None,
         server=partial(server, mix),
         individuals=remember,
@@ -102,29 +99,53 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         combine=combine,
         gates=gates.shares,
         bound=partial(bound, mix) if settings.objective == "bound" else None,
-        anonymous=Anonymous(
-            "gates averaged with p(s)",
-            partial(gates.average, setup.model),
-            pool=partial(gates.pool, setup.model) if mix.shares_phi else None,
-            distil=partial(gates.distil, setup.model),
-        ),
+        anonymous=without_identity(mix),
         newcomer=partial(newcomer, mix),
-        hand_over=lambda private: {name: value for name, value in private.items() if name.startswith("gate.")},
-        longer_steps=(lambda q: float(q.sum() / q.max())) if settings.full_steps else None,
+        hand_over=hand_over,
+        longer_steps=longer_steps if settings.full_steps else None,
         ungroupable=ungroupable(settings),
         adapts="gate alone",
     )
 
 
+def reply_fields(mix: Mixture) -> dict[str, Field]:
+    """What a client says beside weights."""
+    categories = mix.setup.categories
+    fields = {"q_zs": Field((mix.K,), tells="marginal")}
+    if not mix.shares_phi:
+        return fields
+    fields["phi"] = Field((categories, mix.K), moved_from="phi", tells="posterior")
+    if mix.settings.prior == "reported":
+        fields["c_shares"] = Field((categories,), tells="shares")
+    return fields
+
+
+def without_identity(mix: Mixture) -> Anonymous:
+    model = mix.setup.model
+    return Anonymous(
+        "gates averaged with p(s)",
+        partial(gates.average, model),
+        pool=partial(gates.pool, model) if mix.shares_phi else None,
+        distil=partial(gates.distil, model),
+    )
+
+
+def longer_steps(q_zs: Any) -> float:
+    """How much longer the steps of all experts together are than one model's, with full_steps."""
+    return float(q_zs.sum() / q_zs.max())
+
+
 def ungroupable(settings: FedmixSettings) -> str | None:
-    """What reads values on the way cannot be vectorised."""
+    """Why clients cannot be trained side by side: what depends on values on the way cannot be vectorised."""
     if settings.eta:
         return "fedmix.eta leaves other experts out for each client"
-    return "fedmix.skip_below leaves other points out for each client" if settings.skip_below else None
+    if settings.skip_below:
+        return "fedmix.skip_below leaves other points out for each client"
+    return None
 
 
 def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacySettings) -> None:
-    """Pruning tells who uses which expert, by what is sent and what comes back."""
+    """Refuse pruning where it would tell who uses which expert, by what is sent and what comes back."""
     must = "0 with privacy.noise: which experts come back would tell what the noise is to hide"
     require(not settings.eta or not protection.noise, "fedmix.eta", must, settings.eta)
     must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
@@ -134,16 +155,30 @@ def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacyS
 PAGE = Page("FedMix", fedmix, FedmixSettings, "Reisser, Louizos, Gavves and Welling, 2021", check)
 
 
-# -- a client ------------------------------------------------------------------------------------------------------------
+# -- a client ----------------------------------------------------------------------------------------------------------
 
 
 def new_client(mix: Mixture, weights: Params) -> Params:
-    theta = {f"gate.{name}": value for name, value in gate.new_gate(mix.setup.model.features, mix.K).items()}
-    return theta | ({"phi": mix.uniform()} if mix.settings.phi == "private" else {})
+    """What a client keeps beside weights, before it has trained: its gate, and phi where it is private."""
+    theta = gate.new_gate(mix.setup.model.features, mix.K)
+    private = {f"gate.{name}": value for name, value in theta.items()}
+    if mix.settings.phi == "private":
+        private["phi"] = mix.uniform()
+    return private
+
+
+def of_gate(name: str) -> bool:
+    """Whether this part of a client's private state is its gate's: only that is trained by gradients."""
+    return name.startswith("gate.")
+
+
+def hand_over(private: Params) -> Params:
+    """What predictions without identity need: the gate."""
+    return {name: value for name, value in private.items() if of_gate(name)}
 
 
 def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
-    """beta of this round and the client's p(c|s); phi is carried from step to step."""
+    """This round's beta and the client's p(c|s), which stay the same; phi, which is carried from step to step."""
     settings = mix.settings
     beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, arrival.round)
     shares = posterior.category_shares(arrival.data.c, mix.setup.categories)
@@ -152,34 +187,52 @@ def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
 
 
 def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) -> tuple[Tensor, float, Tensor]:
-    """-L_s of each point; phi' first, from the same forward pass, with no gradient through it (Algorithm 2's client)."""
+    """-L_s of each point (Algorithm 2's client). phi' comes first, from the same forward pass, with no gradient through it."""
     settings = mix.settings
+    parts = _pruned(mix, parts, fixed, phi)
     keep = parts.held
-    if settings.eta:
-        keep = prune.kept(posterior.expert_marginal(phi, fixed["shares"]), settings.eta, parts.held)
-        parts = parts._replace(experts={k: parts.experts[k] for k in keep})
-    there = batch.weight > 0
-    matter = None
-    if settings.skip_below:
-        matter = prune.renormalise(phi, keep)[batch.c] >= settings.skip_below  # [B, K']
+    all_kept = len(keep) == mix.K
+    matter = _points_that_matter(mix, phi, keep, batch.c)
     logits, features = _outputs(mix, parts, batch.x, matter)
     if not settings.gate_through_features:
         features = features.detach()
     log_gate = gate.log_gate(subtree(parts.own, "gate"), features, keep)  # [B, K]
     log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
-    joint = objective.log_joint(log_lik, log_gate if len(keep) == mix.K else log_gate[..., keep])
+    joint = objective.log_joint(log_lik, log_gate if all_kept else log_gate[..., keep])
     if settings.objective == "direct":
         return objective.direct_losses(joint), 0.0, phi
     with torch.no_grad():
-        phi_bar, present = posterior.solve_phi(joint, batch.c, mix.setup.categories, fixed["beta"], there)
-        phi = posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, settings.gamma)
+        phi = _step_phi(mix, phi, joint, batch, fixed["beta"], keep)
         q_gate = posterior.of_points(phi, batch.c)
-        q_lik = q_gate if len(keep) == mix.K else posterior.of_points(prune.renormalise(phi, keep), batch.c)
+        q_lik = q_gate if all_kept else posterior.of_points(prune.renormalise(phi, keep), batch.c)
     if matter is not None:
         log_lik = _learn_late(mix, parts, batch, log_lik, (q_lik >= settings.skip_below) & ~matter)
     if settings.full_steps:
         log_lik = objective.full_steps(log_lik, q_lik, batch.weight)
     return objective.bound_losses(log_lik, log_gate, q_lik, q_gate), 0.0, phi
+
+
+def _pruned(mix: Mixture, parts: Parts, fixed: Fixed, phi: Tensor) -> Parts:
+    """The parts with the experts that the client still uses (Algorithm 2); all of them with eta = 0."""
+    if not mix.settings.eta:
+        return parts
+    q_zs = posterior.expert_marginal(phi, fixed["shares"])
+    keep = prune.kept(q_zs, mix.settings.eta, parts.held)
+    return parts._replace(experts={k: parts.experts[k] for k in keep})
+
+
+def _points_that_matter(mix: Mixture, phi: Tensor, keep: list[int], c: Tensor) -> Tensor | None:
+    """The points that each expert is to learn from [B, K'], with skip_below; None: all of them."""
+    if not mix.settings.skip_below:
+        return None
+    return prune.renormalise(phi, keep)[c] >= mix.settings.skip_below
+
+
+def _step_phi(mix: Mixture, phi: Tensor, joint: Tensor, batch: Batch, beta: float, keep: list[int]) -> Tensor:
+    """phi after this mini-batch: solved in closed form over the experts kept, reweighed, dampened."""
+    there = batch.weight > 0
+    phi_bar, present = posterior.solve_phi(joint, batch.c, mix.setup.categories, beta, there)
+    return posterior.dampen(phi, prune.reweigh(phi_bar, phi, keep), present, mix.settings.gamma)
 
 
 def _outputs(mix: Mixture, parts: Parts, x: Tensor, matter: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -192,7 +245,7 @@ def _outputs(mix: Mixture, parts: Parts, x: Tensor, matter: Tensor | None) -> tu
 
 
 def _learn_late(mix: Mixture, parts: Parts, batch: Batch, log_lik: Tensor, late: Tensor) -> Tensor:
-    """Log-likelihoods again, with a graph, of points that have come to matter in this very step: late [B, K']."""
+    """The log-likelihoods, with a graph now for points that have come to matter in this very step: late [B, K']."""
     for j in late.any(dim=0).nonzero().flatten().tolist():
         rows = late[:, j].nonzero().flatten()
         again, _ = mix.setup.model.apply(parts.whole(parts.held[j]), batch.x[rows], training=True)
@@ -204,14 +257,13 @@ def _learn_late(mix: Mixture, parts: Parts, batch: Batch, log_lik: Tensor, late:
 def answer(mix: Mixture, done: Departure) -> Answer:
     """q(z|s), phi where it is shared, and the experts that are worth sending back."""
     settings, phi, shares = mix.settings, done.carry, done.fixed["shares"]
-    q_zs = posterior.expert_marginal(phi, shares)
     if settings.marginal == "exact":
         q_zs = _exact_marginal(mix, done.parts, done.data.x)
-    fields = {"q_zs": q_zs}
-    if mix.shares_phi:
-        fields["phi"] = phi
-        if settings.prior == "reported":
-            fields["c_shares"] = shares
+    else:
+        q_zs = posterior.expert_marginal(phi, shares)
+    # those of the three that this recipe has: exactly what `reply_fields` declares
+    values = {"q_zs": q_zs, "phi": phi, "c_shares": shares}
+    fields = {name: values[name] for name in reply_fields(mix)}
     keep = prune.kept(q_zs, settings.eta, done.parts.held) if settings.eta else None
     kept = {"phi": posterior.to_simplex(phi, settings.phi_floor)} if settings.phi == "private" else {}
     return Answer(fields, keep, kept)
@@ -221,13 +273,13 @@ def _exact_marginal(mix: Mixture, parts: Parts, x: Tensor) -> Tensor:
     """p(z|s) = E_{x ~ D_s}[p(z|x,s)], the gate's softmax over all K as in training: [K]."""
     total = torch.zeros(mix.K, device=x.device)
     with torch.no_grad():
-        for part in torch.split(x, 256):
-            _, features = outputs(mix.setup.model, parts, part, training=False)
+        for chunk in torch.split(x, 256):
+            _, features = outputs(mix.setup.model, parts, chunk, training=False)
             total += gate.log_gate(subtree(parts.own, "gate"), features, parts.held).exp().sum(dim=0)
     return total / len(x)
 
 
-# -- the server ----------------------------------------------------------------------------------------------------------
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 def init(mix: Mixture) -> Extras:
@@ -237,32 +289,41 @@ def init(mix: Mixture) -> Extras:
     return {"phi": phi, "phi_opt": opt, "q_zs": posterior.uniform(mix.setup.clients, mix.K)}
 
 
+def sends(mix: Mixture, extras: Extras) -> Params:
+    """What clients are sent beside experts: phi, where it is shared."""
+    return {"phi": extras["phi"]} if mix.shares_phi else {}
+
+
 def select(mix: Mixture, extras: Extras, client: int) -> list[int]:
+    """The experts that a client is sent, by what it last returned."""
     return prune.kept(extras["q_zs"][client], mix.settings.eta, slack=prune.SERVER_SLACK)
 
 
 def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
-    """Adam on Delta_phi, back to the simplex; rows that nobody of the cohort holds keep value and Adam state."""
+    """Adam on Delta_phi, then back to the simplex. Rows that nobody in the cohort holds keep value and Adam state."""
     if not mix.shares_phi:
         return extras
     phi, opt, held = extras["phi"], extras["phi_opt"], seen.touched["phi"]
-    delta = posterior.phi_gradient(phi, seen.moved["phi"], seen.mean.get("c_shares", mix.prior), mix.settings.entropy)
-    new, new_opt = mix.phi_optimizer.update({"phi": phi}, {"phi": delta}, opt, 1.0)
-    kept_opt = {part: {"phi": keep_rows(held, own["phi"], opt[part]["phi"])} for part, own in new_opt.items()}
-    return extras | {
-        "phi": keep_rows(held, posterior.to_simplex(new["phi"], mix.settings.phi_floor), phi),
-        "phi_opt": kept_opt,
-    }
+    p_c = seen.mean.get("c_shares", mix.prior)
+    delta = posterior.phi_gradient(phi, seen.moved["phi"], p_c, mix.settings.entropy)
+    stepped, stepped_opt = mix.phi_optimizer.update({"phi": phi}, {"phi": delta}, opt, 1.0)
+    new_phi = posterior.to_simplex(stepped["phi"], mix.settings.phi_floor)
+    new_opt = {}
+    for part, tensors in stepped_opt.items():
+        new_opt[part] = {"phi": keep_rows(held, tensors["phi"], opt[part]["phi"])}
+    return extras | {"phi": keep_rows(held, new_phi, phi), "phi_opt": new_opt}
 
 
 def remember(extras: Extras, clients: Sequence[int], fields: Params) -> Extras:
+    """q(z|s) as these clients returned it."""
     q_zs = extras["q_zs"].clone()
     q_zs[list(clients)] = fields["q_zs"]
     return extras | {"q_zs": q_zs}
 
 
 def watch(mix: Mixture, extras: Extras, seen: Aggregate, t: int) -> dict[str, Any]:
-    if mix.setup.server.aggregation == "linear":  # who uses which expert is known to the clients alone
+    """Metrics of a round: how much each expert is used, and warnings about them."""
+    if mix.setup.server.aggregation == "linear":  # only the clients know who uses which expert
         warnings = health.of_use(seen.use)
     else:
         warnings = health.of_clients(extras["q_zs"], mix.settings.eta, t, mix.setup.rounds)
@@ -270,30 +331,40 @@ def watch(mix: Mixture, extras: Extras, seen: Aggregate, t: int) -> dict[str, An
 
 
 def describe(mix: Mixture, extras: Extras) -> dict[str, Any]:
-    linear = mix.setup.server.aggregation == "linear"
-    q_zs = {} if linear else {"q_zs": extras["q_zs"].tolist()}
-    return ({"q_zc": extras["phi"].tolist()} if mix.shares_phi else {}) | q_zs
+    """Metrics of an evaluation: q(z|c) and q(z|s), where the server knows them."""
+    known: dict[str, Any] = {}
+    if mix.shares_phi:
+        known["q_zc"] = extras["phi"].tolist()
+    if mix.setup.server.aggregation != "linear":
+        known["q_zs"] = extras["q_zs"].tolist()
+    return known
 
 
 def newcomer(mix: Mixture, extras: Extras, known: bool) -> Params:
     """Where c tells clients apart, a new one starts from the mean of what the others returned."""
     if known or not mix.shares_phi:
         return {}
-    returned = extras["q_zs"][(extras["q_zs"] != posterior.uniform(1, mix.K)).any(dim=1)]
-    rows = returned if len(returned) else extras["phi"]  # linear aggregation: only the server's own phi is known
+    q_zs = extras["q_zs"]
+    took_part = (q_zs != posterior.uniform(1, mix.K)).any(dim=1)
+    # with linear aggregation no client's q(z|s) is known, only the server's phi
+    rows = q_zs[took_part] if bool(took_part.any()) else extras["phi"]
     return {"phi": rows.mean(dim=0).expand(mix.setup.categories, mix.K)}
 
 
-def combine(logits: Tensor, features: Tensor, own: Params, held: list[int]) -> Tensor:
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+def combine(logits: Tensor, features: Tensor, private: Params, held: list[int]) -> Tensor:
     """log p(y|x,s) = log sum_z p(y|x,z) p(z|x,s): [K', B, classes], [K', B, H] -> [B, classes]."""
-    return objective.log_mixture(logits, gate.log_gate(subtree(own, "gate"), features, held, over=held))
+    log_gate = gate.log_gate(subtree(private, "gate"), features, held, over=held)
+    return objective.log_mixture(logits, log_gate)
 
 
 def bound(
-    mix: Mixture, logits: Tensor, features: Tensor, own: Params, sent: Params, y: Tensor, c: Tensor, held: list[int]
+    mix: Mixture, logits: Tensor, features: Tensor, private: Params, sent: Params, y: Tensor, c: Tensor, held: list[int]
 ) -> Tensor:
-    """eq:LowerBound of each point under the server's phi (or the client's own), renormalised over the experts held: [B]."""
-    log_gate = gate.log_gate(subtree(own, "gate"), features, held, over=held)
+    """eq:LowerBound of each point under the server's phi, or the client's, renormalised over the experts held: [B]."""
+    log_gate = gate.log_gate(subtree(private, "gate"), features, held, over=held)
     joint = objective.log_joint(objective.log_likelihood(logits, y), log_gate)
-    phi = sent["phi"] if mix.shares_phi else own.get("phi", mix.uniform())
+    phi = sent["phi"] if mix.shares_phi else private.get("phi", mix.uniform())
     return objective.lower_bound(joint, prune.renormalise(phi, held)[c], mix.settings.beta)

@@ -1,4 +1,4 @@
-"""Predictions of a mixture for somebody who is none of its clients: all gates averaged, no gate, or one gate in place of all.
+"""Predictions of a mixture for somebody who is not a client: with all gates averaged, with none, or with one for all.
 
 For methods whose clients keep a gate over experts as `gate.pi`, `gate.A`, `gate.b` (core.gate).
 """
@@ -14,32 +14,33 @@ from fedmix.core.model import Model
 from fedmix.core.tree import Params, subtree
 
 
-def shares(features: Tensor, own: Params, held: list[int]) -> Tensor:
+def shares(features: Tensor, private: Params, held: list[int]) -> Tensor:
     """p(z|x,s) over the experts that a client holds: features [K', B, H] -> [B, K']."""
-    return gate.log_gate(subtree(own, "gate"), features, held, over=held).exp()
+    return gate.log_gate(subtree(private, "gate"), features, held, over=held).exp()
 
 
 def average(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Tensor:
-    """The clients' gates averaged with p(s) or p(s|x) (Inference at test time; sec:NewShardInf)."""
+    """log p(y|x) with the clients' gates averaged with p(s) or p(s|x) (Inference at test time; sec:NewShardInf)."""
     logits, features = outputs(model, parts, x, training=False)
     thetas = [subtree(private, "gate") for private in privates]
-    return objective.log_mixture(logits, gate.mean_log_gate(thetas, log_p_s, features, parts.held))
+    log_gate = gate.mean_log_gate(thetas, log_p_s, features, parts.held)
+    return objective.log_mixture(logits, log_gate)
 
 
 def pool(model: Model, parts: Parts, sent: Params, x: Tensor) -> Tensor:
-    """Experts pooled without any gate, q(z|y) divided out, where c is the label."""
+    """log p(y|x) with experts pooled without any gate, and q(z|y) divided out, where c is the label."""
     logits, _ = outputs(model, parts, x, training=False)
     return objective.log_pooled(logits, sent["phi"])
 
 
 def distil(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Params:
-    """One gate for the clients' gates averaged with p(s), from inputs that the server may have."""
+    """One gate in place of the clients' gates averaged with p(s), learned on inputs that the server may have."""
     thetas = [subtree(private, "gate") for private in privates]
-    chunks = []
+    features, targets = [], []
     with torch.no_grad():
-        for part in torch.split(x, 512):
-            _, features = outputs(model, parts, part, training=False)
-            chunks.append((features, gate.mean_log_gate(thetas, log_p_s, features, parts.held).exp()))
-    features = torch.cat([own for own, _ in chunks], dim=1)
-    theta = gate.distil(features, torch.cat([target for _, target in chunks]))
+        for chunk in torch.split(x, 512):
+            _, h = outputs(model, parts, chunk, training=False)
+            features.append(h)
+            targets.append(gate.mean_log_gate(thetas, log_p_s, h, parts.held).exp())
+    theta = gate.distil(torch.cat(features, dim=1), torch.cat(targets))
     return {f"gate.{name}": value for name, value in theta.items()}

@@ -9,6 +9,7 @@ from fedmix.methods.page import NoSettings, Page
 
 
 def independent(setup: Setup, settings: NoSettings) -> Method:
+    """FedAvg in which every parameter is private."""
     logits = partial(average_representations, setup.model, [setup.model.output], "before")
     return with_private(setup, lambda name: True, Anonymous("logits averaged", logits))
 

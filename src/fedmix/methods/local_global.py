@@ -1,6 +1,8 @@
-"""Local/Global (Liang et al., 2020): some layers are each client's own, the input layer if none is named; the rest is FedAvg's.
+"""Local/Global (Liang et al., 2020): each client has some layers of its own, by default the input layer.
 
-Without identity the clients' representations are averaged before the shared layers see them (the paper, sec:NewShardInf).
+The rest is FedAvg's.
+
+Without identity the clients' representations are averaged before the shared layers see them (sec:NewShardInf).
 """
 
 from collections.abc import Sequence
@@ -33,14 +35,17 @@ class LocalGlobalSettings:
 
 
 def local_global(setup: Setup, settings: LocalGlobalSettings) -> Method:
+    """FedAvg in which some layers are private."""
     layers = private_layers(setup, settings)
     averaged = partial(average_representations, setup.model, layers, settings.average)
-    method = with_private(
-        setup,
-        lambda name: any(inside(name, layer) for layer in layers),
-        Anonymous("representations averaged", averaged),
-    )
+    anonymous = Anonymous("representations averaged", averaged)
+    method = with_private(setup, partial(in_some, layers), anonymous)
     return replace(method, apart=settings.start == "apart")
+
+
+def in_some(layers: Sequence[str], name: str) -> bool:
+    """Whether a parameter belongs to one of these layers."""
+    return any(inside(name, layer) for layer in layers)
 
 
 def private_layers(setup: Setup, settings: LocalGlobalSettings) -> list[str]:
@@ -48,12 +53,16 @@ def private_layers(setup: Setup, settings: LocalGlobalSettings) -> list[str]:
     params = dict(setup.model.module.named_parameters())
     layers = settings.layers or setup.model.layers_in_order(params, setup.example)[:1]
     for layer in layers:
-        if not any(inside(name, layer) for name in params):
-            known = ", ".join(name for name, _ in setup.model.module.named_modules() if name)
-            raise SettingError(f"local_global.layers must name layers of the model ({known}). Got {layer!r} instead.")
-    if all(any(inside(name, layer) for layer in layers) for name in params):
+        _refuse_unknown(layer, setup.model, list(params))
+    if all(in_some(layers, name) for name in params):
         raise SettingError("local_global.layers names every layer; use the method 'independent' for that.")
     return list(layers)
+
+
+def _refuse_unknown(layer: str, model: Model, params: Sequence[str]) -> None:
+    if not any(inside(name, layer) for name in params):
+        known = ", ".join(name for name, _ in model.module.named_modules() if name)
+        raise SettingError(f"local_global.layers must name layers of the model ({known}). Got {layer!r} instead.")
 
 
 def average_representations(
@@ -65,14 +74,16 @@ def average_representations(
     log_p_s: Tensor,
     x: Tensor,
 ) -> Tensor:
-    """log p(y|x) from what the clients' private layers give, averaged with p(s): [B, ...] -> [B, classes]."""
+    """log p(y|x) from the outputs of the clients' private layers, averaged with p(s): [B, ...] -> [B, classes]."""
     models = [{**parts.whole(), **private} for private in privates]
     last = model.layers_in_order(models[0], x[:1], among=layers)[-1]
     place = model.where_after(models[0], x[:1], last) if average == "after" else model.where_of(last)
-    weights = log_p_s.exp().tolist()
-    values = (p * model.value_at(w, x, place) for p, w in zip(weights, models, strict=True))
-    representation = sum(values, torch.zeros(()))
-    return torch.log_softmax(model.apply_from(models[0], x, place, representation), dim=1)
+    p_s = log_p_s.exp().tolist()
+    # one client after the other: a list would hold all of their representations at once
+    weighted = (p * model.value_at(w, x, place) for p, w in zip(p_s, models, strict=True))
+    representation = sum(weighted, torch.zeros(()))
+    logits = model.apply_from(models[0], x, place, representation)
+    return torch.log_softmax(logits, dim=1)
 
 
 PAGE = Page("Local/Global", local_global, LocalGlobalSettings, "Liang et al., 2020")

@@ -21,8 +21,11 @@ def nothing_to_check(settings: Any, server: ServerSettings, protection: PrivacyS
 class Page:
     """A method, as recipes name it.
 
-    title: in tables and reports. build: (setup, settings) -> the method. settings: a frozen dataclass; what a recipe may set,
-    with defaults. paper: where it comes from. check: refuses settings that do not go together, before anything is built.
+    title: what tables and reports call it.
+    build: (setup, settings) -> the method.
+    settings: a frozen dataclass of what a recipe may set, with defaults.
+    paper: where it comes from.
+    check: (settings, server, protection) -> None: it refuses settings that do not go together before anything is built.
     """
 
     title: str

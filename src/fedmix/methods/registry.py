@@ -9,6 +9,7 @@ from fedmix.methods.page import Page
 
 
 def shipped_page(name: str) -> Page:
+    """The page of a method that comes with fedmix. Its module is imported here, so that others are not."""
     if name not in CATALOGUE:
         raise SettingError(one_of("algorithm", name, [*CATALOGUE, "package.module:name"]))
     module, _, attribute = CATALOGUE[name].page.partition(":")

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.tables import how_much, noise_words, title_of
+from fedmix.report.words import how_much, noise_words, title_of
 
 WHAT = {
     "bias_single_step": "output bias, one full-batch step",

@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.tables import WITH_LABELS, how_much, size, title_of
+from fedmix.report.tables import WITH_LABELS
+from fedmix.report.words import how_much, size, title_of
+from fedmix.schema import WORDS
 
 COLUMNS = ("accuracy", "worst", "balanced", "NLL", "ECE")
 
@@ -28,18 +30,31 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("up", justify="right", no_wrap=True)
     table.add_column("down", justify="right", no_wrap=True)
-    mine = [kind for kind in ("local", "proxy", "server", "counts") if kind in result]
-    _add(table, [(kind, result[kind]["what"], _spread(result[kind]), "", "") for kind in mine])
-    _add(table, [("global", *_anonymous(row)) for row in result["global"].values() if row])
+    _add(table, _of_clients_that_took_part(result))
+    _add(table, [("no identity (test)", *_anonymous(row)) for row in result["no_identity"].values() if row])
     new = result["new_clients"]
     _add(table, _labelled(new))
-    shown = {} if new["held_out"] else result["global"]  # the same points: not twice
+    shown = {} if new["held_out"] else result["no_identity"]  # the same points: not twice
     _add(
         table,
         [("new, no labels", *_anonymous(row)) for kind, row in new["unlabelled"].items() if row and kind not in shown],
     )
     notes = [Text(f"{what}: {why}") for what, why in result["notes"].items()]
     return Group(table, *notes)
+
+
+def _of_clients_that_took_part(result: Mapping[str, Any]) -> list["Row"]:
+    kinds = [kind for kind in ("fine_tuned", "as_sent", "server", "label_counts") if kind in result]
+    return [
+        (
+            f"{WORDS.get(kind, 'label counts')} ({result[kind]['part']})",
+            result[kind]["what"],
+            _spread(result[kind]),
+            "",
+            "",
+        )
+        for kind in kinds
+    ]
 
 
 Row = tuple[str, str, list[str], str, str]  # for whom, how, the measures, bytes from clients and to a new one
@@ -96,8 +111,8 @@ def _of_union(row: Mapping[str, Any]) -> list[str]:
 
 def _caption(result: Mapping[str, Any]) -> str:
     lines = [
-        "local, proxy, server, counts: clients that took part, on their own data; global: all points,",
-        "no client identity; new: clients that never took part. accuracy in %, ± over clients; worst:",
+        "fine-tuned, as sent, server, label counts: clients that took part, on their own data; no identity:",
+        "all points together; new: clients that never took part. accuracy in %, ± over clients; worst:",
         "mean of the worst tenth of the clients; balanced: mean over classes; NLL: negative",
         "log-likelihood; ECE: calibration error; up, down: bytes beside the experts (gates, densities)",
         "that clients hand over for it, and that a new client needs to predict by itself",
@@ -105,39 +120,34 @@ def _caption(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *how_much(result, result["evaluated"])])
 
 
+STYLES = {
+    "averaged": ("--", "#009e73"),
+    "uniform": (":", "#999999"),
+    "pooled": ((0, (5, 1)), "#e69f00"),
+    "generative": ("-.", "#cc79a7"),
+    "distilled": ((0, (1, 3)), "#000000"),
+}
+
+
 def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     """Accuracy of clients that never took part, over the labelled points they have."""
     from matplotlib.figure import Figure
 
     new = result["new_clients"]
-    curve: Sequence[Mapping[str, Any]] = [
-        row for row in new["labelled"] or () if row["finetuned"]["accuracy"]["mean"] is not None
-    ]
+    curve = [row for row in new["labelled"] or () if row["fine_tuned"]["accuracy"]["mean"] is not None]
     if not curve:
         return
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     points = [row["mean_points"] for row in curve]
     for (key, label), colour in zip(WITH_LABELS.items(), ("#56b4e9", "#0072b2", "#d55e00"), strict=True):
-        if key not in curve[0]:
-            continue
-        mean = [100 * row[key]["accuracy"]["mean"] for row in curve]
-        std = [100 * row[key]["accuracy"]["std"] for row in curve]
-        axis.plot(points, mean, "o-", color=colour, label=label)
-        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
-        axis.fill_between(points, low, [min(h, 100.0) for h in high], color=colour, alpha=0.15, linewidth=0)
-    styles = {
-        "averaged": ("--", "#009e73"),
-        "uniform": (":", "#999999"),
-        "pooled": ((0, (5, 1)), "#e69f00"),
-        "generative": ("-.", "#cc79a7"),
-        "distilled": ((0, (1, 3)), "#000000"),
-    }
+        if key in curve[0]:
+            _draw_with_labels(axis, points, [row[key]["accuracy"] for row in curve], label, colour)
     for kind, row in new["unlabelled"].items():
         if row and row["clients"]["accuracy"]["mean"] is not None:
-            style, colour = styles[kind]
-            what = row["what"].split(",")[0]
-            axis.axhline(100 * row["clients"]["accuracy"]["mean"], ls=style, color=colour, label=f"no labels: {what}")
+            style, colour = STYLES[kind]
+            label = f"no labels: {row['what'].split(',')[0]}"
+            axis.axhline(100 * row["clients"]["accuracy"]["mean"], ls=style, color=colour, label=label)
     axis.set_xscale("log")
     named = [p for p, after in zip(points, [*points[1:], 2 * points[-1]], strict=True) if after > 1.3 * p]
     axis.set_xticks(named, [f"{p:.0f}" for p in named])
@@ -145,5 +155,16 @@ def draw_new_clients(result: Mapping[str, Any], path: Path) -> None:
     axis.set_xlabel("labelled points of the new client")
     axis.set_ylabel("accuracy on its test points, %")
     axis.set_title(f"{result['recipe']}, {title_of(result)}: {new['evaluated']:,} clients that never took part")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, title="band: ± deviation over clients")
     figure.savefig(path, dpi=120)
+
+
+def _draw_with_labels(
+    axis: Any, points: Sequence[float], accuracies: Sequence[Mapping[str, float]], label: str, colour: str
+) -> None:
+    mean = [100 * accuracy["mean"] for accuracy in accuracies]
+    deviation = [100 * accuracy["std"] for accuracy in accuracies]
+    low = [m - s for m, s in zip(mean, deviation, strict=True)]
+    high = [min(m + s, 100.0) for m, s in zip(mean, deviation, strict=True)]
+    axis.plot(points, mean, "o-", color=colour, label=label)
+    axis.fill_between(points, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -6,18 +6,22 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from fedmix.report.audit import draw_audit
 from fedmix.report.evaluation import draw_new_clients
+from fedmix.report.groups import groups
 from fedmix.report.page_data import page_data, short_names
-from fedmix.report.runs import ODD, Run, groups
+from fedmix.report.runs import ODD, Run
+from fedmix.schema import VALIDATION_KINDS, WORDS
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]  # Okabe and Ito
 DPI = 200
 STYLES = ["-", "--", ":", "-."]  # when colours have run out
 PANELS = 5  # maps beside each other
 WINDOW = 10  # rounds of the sliding window over divergence
+SWEEP_COLUMNS = ("fine-tuned, test", "server, validation", "no identity, validation")
 Series = Callable[[dict[str, Any]], list[Any]]
 
 
@@ -34,13 +38,10 @@ def draw_figures(runs: Sequence[Run], folder: Path) -> list[str]:
             made.append(f"{name}.{suffix}")
 
     folder.mkdir(parents=True, exist_ok=True)
-    for kind, what in (
-        ("local", "local accuracy, %"),
-        ("server", "server accuracy, %"),
-        ("global", "global accuracy, %"),
-    ):
+    for kind in VALIDATION_KINDS:
+        what, name = f"{WORDS[kind]} accuracy, validation, %", kind.replace("_", "-")
         for over, axis in (("round", "communication round"), ("gib", "GiB sent, down and up")):
-            keep(f"{kind}-over-{over}s", _curves(data, axis, what, _of(over), _of(kind), _of("round")))
+            keep(f"{name}-over-{over}s", _curves(data, axis, what, _of(over), _of(kind), _of("round")))
     for name, what, key, rounds in (
         ("loss", "training loss", "loss", 1),
         ("divergence", "gradient divergence", "divergence", WINDOW),
@@ -111,44 +112,48 @@ def _legend(axis: Any) -> None:
 
 
 def _curves(data: dict[str, Any], x: str, y: str, at: Series, of: Series, when: Series, window: int = 1) -> Any:
-    """Mean over seeds of the same rounds (`when`), with a band of one standard deviation. window: in rounds."""
+    """Mean over seeds of the same rounds (`when`), with a band of one sample deviation. window: in rounds."""
     figure = _figure()
     axis = figure.subplots()
-    drawn = False
-    for g, seeds in enumerate(data["curves"]):
-        rows = [
-            ({t: i for i, t in enumerate(when(s))}, at(s), _slid(of(s), max(1, round(window / s["every"]["step"]))))
-            for s in seeds
-            if any(v is not None for v in of(s))
-        ]
-        if not rows:
-            continue
-        drawn = True
-        places, mean, low, high = [], [], [], []
-        for t in sorted({t for rounds, _, _ in rows for t in rounds}):
-            known = [
-                (xs[i], ys[i]) for rounds, xs, ys in rows if (i := rounds.get(t)) is not None and ys[i] is not None
-            ]
-            if known:
-                m = sum(y for _, y in known) / len(known)
-                s = (sum((y - m) ** 2 for _, y in known) / len(known)) ** 0.5
-                places.append(sum(x for x, _ in known) / len(known))
-                mean.append(m)
-                low.append(m - s)
-                high.append(m + s)
-        colour = COLOURS[g % len(COLOURS)]
-        marker = "o" if len(places) < 40 else ""
-        style = STYLES[g // len(COLOURS) % len(STYLES)]
-        axis.plot(places, mean, style, color=colour, label=data["short"][g], marker=marker, ms=3, lw=1.4)
-        if len(rows) > 1:
-            axis.fill_between(places, low, high, color=colour, alpha=0.18, lw=0)
-    if not drawn:
+    drawn = [_curve(axis, data, g, at, of, when, window) for g in range(len(data["curves"]))]
+    if not any(drawn):
         return None
-    if at(data["curves"][0][0]) is when(data["curves"][0][0]):
+    first = data["curves"][0][0]
+    if at(first) is when(first):
         axis.xaxis.get_major_locator().set_params(integer=True)
     _plain(axis, x, y)
     _legend(axis)
     return figure
+
+
+def _curve(axis: Any, data: dict[str, Any], g: int, at: Series, of: Series, when: Series, window: int) -> bool:
+    """The line of one group; False: it has no such numbers."""
+    seeds = [series for series in data["curves"][g] if any(value is not None for value in of(series))]
+    if not seeds:
+        return False
+    points = [_points(series, at, of, when, window) for series in seeds]
+    rounds = sorted({t for of_seed in points for t in of_seed})
+    shared = [[of_seed[t] for of_seed in points if t in of_seed] for t in rounds]
+    places = [fmean(place for place, _ in at_round) for at_round in shared]
+    mean = [fmean(value for _, value in at_round) for at_round in shared]
+    band = [stdev([value for _, value in at_round]) if len(at_round) > 1 else 0.0 for at_round in shared]
+    colour, style = COLOURS[g % len(COLOURS)], STYLES[g // len(COLOURS) % len(STYLES)]
+    marker = "o" if len(places) < 40 else ""
+    axis.plot(places, mean, style, color=colour, label=data["short"][g], marker=marker, ms=3, lw=1.4)
+    if len(seeds) > 1:
+        low = [m - s for m, s in zip(mean, band, strict=True)]
+        high = [m + s for m, s in zip(mean, band, strict=True)]
+        axis.fill_between(places, low, high, color=colour, alpha=0.18, lw=0)
+    return True
+
+
+def _points(
+    series: dict[str, Any], at: Series, of: Series, when: Series, window: int
+) -> dict[int, tuple[float, float]]:
+    """Of one seed: round -> place on the axis and value, where there is one."""
+    values = _slid(of(series), max(1, round(window / series["every"]["step"])))
+    known = zip(when(series), at(series), values, strict=True)
+    return {t: (place, value) for t, place, value in known if value is not None}
 
 
 def _slid(values: Sequence[float | None], window: int) -> list[Any]:
@@ -213,7 +218,8 @@ def _clients(data: dict[str, Any]) -> Any:
     values: dict[int, list[float]] = {}
     for run in data["runs"]:
         if run["clients"]:
-            values.setdefault(run["group"], []).extend(100 * v for v in run["clients"]["local"] if v is not None)
+            known = [100 * value for value in run["clients"]["fine_tuned"] if value is not None]
+            values.setdefault(run["group"], []).extend(known)
     if not values:
         return None
     figure = _figure(max(4.0, 1.0 * len(values) + 1.5))
@@ -223,27 +229,29 @@ def _clients(data: dict[str, Any]) -> Any:
     axis.set_xticks(range(1, len(values) + 1), names, fontsize=8, rotation=20 if len(values) > 3 else 0)
     for label in axis.get_xticklabels():
         label.set_parse_math(False)
-    _plain(axis, "", "local accuracy of a client, %")
+    _plain(axis, "", "fine-tuned accuracy of a client, test, %")
     return figure
 
 
-def _sweep(own: dict[str, Any], key: str) -> Any:
-    """All accuracies of one line, or local accuracy of several; other methods as lines without a slope."""
-    lines = own["keys"][key]
+def _sweep(sweep: dict[str, Any], key: str) -> Any:
+    """Every kind of accuracy of one line, or the fine-tuned one of several; other methods as lines without a slope."""
+    lines = sweep["keys"][key]
     figure = _figure()
     axis = figure.subplots()
-    kinds = ("local", "server", "global") if len(lines) == 1 else ("local",)
-    for i, (line, kind) in enumerate((line, kind) for line in lines for kind in kinds):
-        known = [(x, row[kind]) for x, row in zip(line["values"], line["rows"], strict=True) if row[kind]]
+    columns = SWEEP_COLUMNS if len(lines) == 1 else SWEEP_COLUMNS[:1]
+    drawn = [(line, column) for line in lines for column in columns]
+    for i, (line, column) in enumerate(drawn):
+        known = [(x, row[column]) for x, row in zip(line["values"], line["rows"], strict=True) if row[column]]
         if known:
-            spread = [value[1] or 0 for _, value in known]
-            look = {"fmt": "o-", "color": COLOURS[i % len(COLOURS)], "label": line["name"] or kind, "capsize": 3}
-            axis.errorbar([x for x, _ in known], [value[0] for _, value in known], yerr=spread, **look)
-    for i, row in enumerate(own["beside"]):
-        if row["local"]:
+            deviation = [value[1] or 0 for _, value in known]
+            look = {"fmt": "o-", "color": COLOURS[i % len(COLOURS)], "label": line["name"] or column, "capsize": 3}
+            axis.errorbar([x for x, _ in known], [value[0] for _, value in known], yerr=deviation, **look)
+    for i, row in enumerate(sweep["beside"]):
+        if row[SWEEP_COLUMNS[0]]:
             style = STYLES[1 + i % (len(STYLES) - 1)]
-            axis.axhline(row["local"][0], color=COLOURS[7], ls=style, label=f"{_short(row['method'])}, local")
-    _plain(axis, key, "test accuracy, %" if len(lines) == 1 else "local test accuracy, %")
+            label = f"{_short(row['method'])}, {SWEEP_COLUMNS[0]}"
+            axis.axhline(row[SWEEP_COLUMNS[0]][0], color=COLOURS[7], ls=style, label=label)
+    _plain(axis, key, "accuracy, %" if len(lines) == 1 else f"{SWEEP_COLUMNS[0]}, %")
     _legend(axis)
     return figure
 
@@ -260,7 +268,7 @@ def table_csv(data: dict[str, Any]) -> str:
     pairs = {c for c in data["columns"] if any(isinstance(row[c], list) for row in data["table"])}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", *(name for c in data["columns"] for name in ([c, f"{c} std"] if c in pairs else [c]))])
+    writer.writerow(["method", *(name for c in data["columns"] for name in ([c, f"{c}, deviation over seeds"] if c in pairs else [c]))])
     for row in data["table"]:
         cells: list[Any] = [row["method"]]
         for c in data["columns"]:

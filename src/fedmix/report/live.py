@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from fedmix.errors import FedmixError
 from fedmix.report.page import html
 from fedmix.report.page_data import page_data
-from fedmix.report.runs import gather
+from fedmix.report.runs import read_runs
 
 WATCHED = ("recipe.toml", "metrics.jsonl", "summary.json", "evaluation.json", "audit.json", "federation.json")
 HERE = "127.0.0.1"
@@ -47,7 +47,7 @@ class Live:
         with self._lock:
             version = self.version()
             if version != self._version:
-                self._data = page_data(gather(self.paths)) | {"live": True, "version": version}
+                self._data = page_data(read_runs(self.paths)) | {"live": True, "version": version}
                 self._version = version
             return self._data
 

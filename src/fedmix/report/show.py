@@ -1,16 +1,18 @@
 """A run on a terminal: where it is, how it went, who uses which expert."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.report.page_data import curves
-from fedmix.report.runs import Run, glance, groups, part_of
+from fedmix.report.curves import curves
+from fedmix.report.groups import groups
+from fedmix.report.runs import Run, part_of
 from fedmix.report.tables import q_map
+from fedmix.report.verdict import glance
+from fedmix.schema import MetricsLine
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 50
@@ -37,12 +39,13 @@ def show(run: Run) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{run.name}: {run.method}, seed {run.seed}", style="bold")]
     parts += [Text(first["verdict"]), Text(first["spent"], style="dim")]
     parts += [Text(f"! {row['what']}", style="yellow") for row in first["wrong"]]
+    parts += [Text(note, style="dim") for note in first["notes"]]
     table = Table(show_header=False, box=None, padding=(0, 1))
     for name, values in (
         ("loss", series["every"]["loss"]),
-        ("local %, validation", series["local"]),
+        ("as sent %, validation", series["as_sent"]),
         ("server %, validation", series["server"]),
-        ("global %, validation", series["global"]),
+        ("no identity %, validation", series["no_identity"]),
         ("divergence", series["every"]["divergence"]),
         ("MiB a round", series["every"]["mib"]),
     ):
@@ -50,12 +53,12 @@ def show(run: Run) -> RenderableType:
         if known:
             table.add_row(name, f"{known[0]:.4g}", sparkline(values), f"{known[-1]:.4g}")
     parts.append(table)
-    last: dict[str, Any] = next((line for line in reversed(run.lines) if line.get("q_zs")), {})
-    if last:
+    last = next((line for line in reversed(run.lines) if line.get("q_zs")), None)
+    if last is not None:
         parts += part_of(run, "federation.json", lambda run: [_map(run, last)], [])
     return Lines(*parts)
 
 
-def _map(run: Run, line: dict[str, Any]) -> RenderableType:
+def _map(run: Run, line: MetricsLine) -> RenderableType:
     names = [str(name) for name in run.federation.get("clients", [])]
-    return q_map({"q_zs": line["q_zs"], "groups": run.federation.get("groups")}, names=names)
+    return q_map(line["q_zs"], run.federation.get("groups"), names)

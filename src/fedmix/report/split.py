@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmix.errors import SettingError, one_of
-from fedmix.report.tables import SHADES, scaled_down
+from fedmix.report.tables import SHADES
+from fedmix.report.words import scaled_down
 
 PICTURES = (".png", ".svg", ".pdf")
 MOST_ROWS = 40

@@ -1,7 +1,5 @@
-"""Run directories as text for a terminal: the paper's table, and q(z|s) as shaded blocks."""
+"""Tables for a terminal: methods beside each other, one run, a plan; and q(z|s) as shaded blocks."""
 
-import math
-import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,79 +8,68 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedmix.catalogue import TITLES
+from fedmix.report.comparison import Comparison, PairedDifference, SeedsRow, compared
+from fedmix.report.statistics import OverSeeds
+from fedmix.report.words import duration, noise_words, percent, scaled_down, size, title_of
+from fedmix.schema import KINDS, LAST_EVALUATIONS, WORDS, Summary
 
-GIB = 2**30
 SHADES = " ░▒▓█"
 WITH_LABELS = {  # what a new client may do with the labelled points it has
-    "counts": "own label counts",
+    "label_counts": "own label counts",
     "private_parts": "private parts alone",
-    "finetuned": "then fine-tuned",
+    "fine_tuned": "then fine-tuned",
 }
-COLUMNS = {
-    "local": ("accuracy", "local", "mean"),
-    "server": ("accuracy", "server", "mean"),
-    "global": ("accuracy", "global"),
-    "worst decile": ("accuracy", "local", "worst_decile"),
-}
+# columns after the name of a method, or after the settings of a sweep
+RESULT_COLUMNS = ("data", *(WORDS[kind] for kind in KINDS), "worst decile", "rounds", "GiB")
 
 
-def comparison(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each method: mean and standard deviation over seeds of the paper's columns."""
-    by_method: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for summary in summaries:
-        by_method[summary["algorithm"]].append(summary)
-    return [{"algorithm": method, "title": title_of(runs[0]), **over_seeds(runs)} for method, runs in by_method.items()]
-
-
-def title_of(about: Mapping[str, Any]) -> str:
-    """What a method is called: as its run says, or, of older files, as shipped methods are called."""
-    name = str(about.get("algorithm"))
-    return str(about.get("title") or TITLES.get(name, name))
-
-
-def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The paper's columns of runs that differ in their seed alone: mean and standard deviation."""
-    row: dict[str, Any] = {key: runs[0][key] for key in ("recipe", "scale", "rounds")}
-    row["seeds"] = [run["seed"] for run in runs]
-    for column, path in COLUMNS.items():
-        row[column.replace(" ", "_")] = _spread([_at(run, path) for run in runs])
-    row["gib"] = _spread([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs])
-    found = [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
-    if found:
-        row["adjusted_rand_index"] = _spread(found)
-    return row
-
-
-def scores_cells(row: Mapping[str, Any]) -> list[str]:
-    """Of a row over seeds: accuracies, rounds, GiB."""
-    gib = row["gib"]["mean"]
-    cells = [percent(row[column.replace(" ", "_")]) for column in COLUMNS]
-    return [*cells, str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}"]
-
-
-def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile beside it."""
-    title = Text(f"{rows[0]['recipe']}: test accuracy and communication")
-    table = Table(title=title, caption=caption(rows), caption_justify="left")
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile, and validation figures below."""
+    rows = comparison["rows"]
+    table = Table(title=Text(f"{rows[0]['recipe']}: accuracy and communication"))
     table.add_column("method")
-    for column in (*COLUMNS, "rounds", "GiB"):
-        table.add_column(column, justify="right")
+    add_result_columns(table)
     clusters = any("adjusted_rand_index" in row for row in rows)
     if clusters:
         table.add_column("groups found", justify="right")
     for row in rows:
-        last = [_number(row.get("adjusted_rand_index"))] if clusters else []
-        table.add_row(title_of(row), *scores_cells(row), *last)
-    return table
+        index = [_number(row.get("adjusted_rand_index"))] if clusters else []
+        test, validation = result_cells(row)
+        table.add_row(title_of(row), *test, *index)
+        table.add_row("", *validation, end_section=True)
+    parts: list[RenderableType] = [table, Text(caption(rows), style="dim")]
+    if len(rows) > 1:
+        parts.append(Text("\n".join(difference_words(comparison))))
+    return Group(*parts)
 
 
-def caption(rows: Sequence[Mapping[str, Any]]) -> str:
+def add_result_columns(table: Table) -> None:
+    for column in RESULT_COLUMNS:
+        table.add_column(column, justify="left" if column == "data" else "right", no_wrap=column in ("data", "GiB"))
+
+
+def result_cells(row: SeedsRow) -> tuple[list[str], list[str]]:
+    """Two lines of a table: on test data, with what was spent; and on validation data."""
+    gib = row["gib"]["mean"] or 0.0
+    test = ["test", *(_accuracy_cell(row["test"], kind) for kind in KINDS)]
+    validation = ["validation", *(_accuracy_cell(row["validation"], kind) for kind in KINDS)]
+    spent = [str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}"]
+    return [*test, percent(row["worst_decile"]), *spent], validation
+
+
+def _accuracy_cell(of_kinds: Mapping[str, OverSeeds], kind: str) -> str:
+    return percent(of_kinds[kind]) if kind in of_kinds else ""
+
+
+def caption(rows: Sequence[SeedsRow]) -> str:
     """What the columns mean."""
     seeds = max(len(row["seeds"]) for row in rows)
     lines = [
-        "local: after fine-tuning on the client; server: server weights with the client's private parts;",
-        "global: no client identity; worst decile: of local, over clients" + (f"; {seeds} seeds" if seeds > 1 else ""),
+        "fine-tuned: server weights, then trained on the client (mean of up to 3 last evaluations); as sent: weights",
+        "that the client sent last; server: server weights with the client's private parts; no identity: all points",
+        f"together. test: after the last round; validation: mean of the last evaluations, up to {LAST_EVALUATIONS}, in the",
+        "last fifth of the run; worst decile: the worst tenth of the clients, fine-tuned"
+        + (f"; ±: sample deviation over {seeds} seeds" if seeds > 1 else ""),
     ]
     if any("adjusted_rand_index" in row for row in rows):
         lines.append("groups found: adjusted Rand index of the clients' groups, 1.00 = exactly")
@@ -91,161 +78,121 @@ def caption(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def printable(value: Any) -> Any:
-    """The same without control characters in any text of it: names come from others, and a terminal obeys them."""
-    if isinstance(value, str):
-        return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in value)
-    if isinstance(value, Mapping):
-        return {printable(key): printable(own) for key, own in value.items()}
-    return [printable(own) for own in value] if isinstance(value, list) else value
+def difference_words(comparison: Comparison) -> list[str]:
+    """The first method against each other one, by every kind of accuracy, in points."""
+    titles = {row["algorithm"]: row["title"] for row in comparison["rows"]}
+    first = comparison["rows"][0]["algorithm"]
+    against_first = [row for row in comparison["differences"] if row["first"] == first and row["difference"]]
+    if not against_first:
+        return []
+    lines = ["differences in points, paired over clients and seeds, with the bootstrap's 95 % interval:"]
+    return lines + [f"  {_one_difference(row, titles)}" for row in against_first]
 
 
-def scaled_down(scale: str) -> str:
-    """What every output says of a run that is not its recipe at full size."""
-    return f"scaled down (--scale {scale}): fewer clients, points or rounds and a smaller model than the recipe's own"
+def _one_difference(row: PairedDifference, titles: Mapping[str, str]) -> str:
+    difference = row["difference"]
+    assert difference is not None
+    low, mean, high = (100 * difference[key] for key in ("low", "mean", "high"))
+    seeds = f"{difference['seeds']} seeds" if difference["seeds"] > 1 else "one seed"
+    what = f"{titles[row['first']]} against {titles[row['second']]}, {WORDS[row['kind']]} ({row['part']})"
+    return f"{what}: {difference['verdict']}, {mean:+.1f} ({low:+.1f} to {high:+.1f}; {seeds})"
 
 
-def how_much(result: Mapping[str, Any], looked_at: int) -> list[str]:
-    """What a table of a run says where it is not all of it: a sample of the clients, a smaller recipe."""
-    sample = (
-        [f"{looked_at:,} of {result['clients']:,} clients, drawn at random"] if looked_at < result["clients"] else []
-    )
-    return sample + ([scaled_down(result["scale"])] if result["scale"] != "full" else [])
-
-
-def summary_table(summary: Mapping[str, Any]) -> RenderableType:
+def summary_table(summary: Summary) -> RenderableType:
     """One run's result."""
-    parts: list[RenderableType] = [comparison_table(comparison([summary]))]
+    parts: list[RenderableType] = [comparison_table(compared([summary]))]
     parts += [Text(f"! {warning}", style="yellow") for warning in summary.get("warnings", [])]
     if "privacy" in summary:
         noise = summary["privacy"].get("noise")
         parts.append(Text(f"privacy: {noise_words(noise, summary['privacy'])}"))
     if "q_zs" in summary:
-        parts.append(q_map(summary))
+        parts.append(q_map(summary["q_zs"], summary.get("groups")))
     return Group(*parts)
 
 
-def noise_words(noise: float | None, protection: Mapping[str, Any]) -> str:
-    """What a run's noise guarantees, or why it guarantees nothing. noise: its size; None: older files do not say it."""
-    if noise == 0:
-        return "no noise, so no guarantee"
-    size = "noise" if noise is None else f"noise {noise:g}"
-    if protection["epsilon"] is None:
-        return f"{size}, but no guarantee: {protection.get('why_none') or 'this file does not say why'}"
-    return (
-        f"{size}: epsilon {protection['epsilon']:.3g} at delta {protection['delta']:g} for a client that answered "
-        f"{protection['rounds_of_a_client']} times (client-level, local; N_s, losses and scores are not covered)"
-    )
-
-
-def q_map(summary: Mapping[str, Any], most: int = 60, names: Sequence[str] = ()) -> RenderableType:
+def q_map(
+    q: Sequence[Sequence[float]], groups: Sequence[int] | None, names: Sequence[str] = (), most: int = 60
+) -> RenderableType:
     """q(z|s), what each client returned last, client by expert as shaded blocks, beside the true groups if known.
 
     names: of the clients, in place of their numbers.
     """
-    q: list[list[float]] = summary["q_zs"]
-    groups = summary.get("groups")
     order = sorted(range(len(q)), key=lambda s: (groups[s] if groups else 0, s))[:most]
     experts = _by_group(q, groups) if groups else list(range(len(q[0])))
+    labels = [_cut(name) for name in (names or [str(s) for s in range(len(q))])]
+    width = max(6, *(len(labels[s]) for s in order))
     text = Text()
     text.append("q(z|s), client by expert", style="bold")
-    text.append("   blank 0, full block 1\n" if not groups else "   beside the true groups\n")
-    called = [name if len(name) <= 20 else name[:19] + "…" for name in (names or [str(s) for s in range(len(q))])]
-    width = max(6, *(len(called[s]) for s in order))
+    text.append("   beside the true groups\n" if groups else "   blank 0, full block 1\n")
     heads = "".join(f"{k:^5}" for k in experts)
     text.append(f"{'client':>{width}}  {'group  ' if groups else ''}{heads}\n", style="dim")
     for s in order:
-        text.append(f"{called[s]:>{width}}  ")
-        if groups:
-            text.append(f"{chr(ord('A') + groups[s] % 26):^5}  ")
-        for k in experts:
-            text.append(" " + SHADES[min(int(q[s][k] * len(SHADES)), len(SHADES) - 1)] * 3 + " ")
-        text.append("\n")
+        group = f"{_letter(groups[s]):^5}  " if groups else ""
+        blocks = "".join(_block(q[s][k]) for k in experts)
+        text.append(f"{labels[s]:>{width}}  {group}{blocks}\n")
     if len(q) > most:
         text.append(f"... and {len(q) - most} more clients\n")
     return text
 
 
-def _by_group(q: list[list[float]], groups: Sequence[int]) -> list[int]:
+def _cut(name: str, most: int = 20) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _letter(group: int) -> str:
+    return chr(ord("A") + group % 26)
+
+
+def _block(share: float) -> str:
+    shade = SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
+    return f" {3 * shade} "
+
+
+def _by_group(q: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
     """Experts in the order of the group that uses them most: their numbers are arbitrary."""
 
     def main_group(k: int) -> tuple[int, float]:
         use: dict[int, float] = defaultdict(float)
         for s, row in enumerate(q):
             use[groups[s]] += row[k]
-        best = max(use, key=lambda g: use[g])
-        return best, -use[best]
+        most_used_by = max(use, key=lambda group: use[group])
+        return most_used_by, -use[most_used_by]
 
     return sorted(range(len(q[0])), key=main_group)
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
+    """What a run will cost."""
     table = Table(title=Text(f"{plan['recipe']}, {title_of(plan)}: what it will cost"), show_header=False)
     table.add_column("what")
     table.add_column("how much", justify="right")
-    each = plan["bytes"]
-    for what, much in (
-        ("rounds x clients a round", f"{plan['rounds']:,} x {plan['clients_per_round']} of {plan['clients']:,}"),
-        ("points, steps of a client in a round", f"{plan['points_per_client']:,.1f}, {plan['steps_per_client']:,}"),
-        ("parameters of one model", f"{plan['parameters']:,}"),
-        ("parameters shared, private to a client", f"{plan['parameters_shared']:,}, {plan['parameters_private']:,}"),
-        *(
-            [("parameters frozen, which are not sent", f"{frozen:,}")]
-            if (frozen := plan.get("parameters_frozen"))
-            else []
-        ),
-        ("weights sent, down + up", f"{each['weights']:,} bytes = {size(each['weights'])}"),
-        ("phi and q(z|s) sent", f"{each['posterior']:,} bytes = {size(each['posterior'])}"),
-        ("a round sends", size(each["weights_per_round"] + each["posterior_per_round"])),
-        ("computation of a round", f"{plan['flop_per_round'] / 1e9:,.2f} GFLOP"),
-        ("memory: server, each worker", f"{size(plan['memory']['server'])}, {size(plan['memory']['worker'])}"),
-        ("time of a round, of the run", f"{duration(plan['seconds_per_round'])}, {duration(plan['seconds'])}"),
-    ):
-        table.add_row(what, much)
+    for what, amount in _plan_rows(plan):
+        table.add_row(what, amount)
     small = "" if plan["scale"] == "full" else "; " + scaled_down(plan["scale"])
     table.caption = Text(f"{plan['note']} ({plan['workers']} clients side by side){small}")
     return table
 
 
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
+def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sent, memory = plan["bytes"], plan["memory"]
+    frozen = plan.get("parameters_frozen")
+    return [
+        ("rounds x clients a round", f"{plan['rounds']:,} x {plan['clients_per_round']} of {plan['clients']:,}"),
+        ("points, steps of a client in a round", f"{plan['points_per_client']:,.1f}, {plan['steps_per_client']:,}"),
+        ("parameters of one model", f"{plan['parameters']:,}"),
+        ("parameters shared, private to a client", f"{plan['parameters_shared']:,}, {plan['parameters_private']:,}"),
+        *([("parameters frozen, which are not sent", f"{frozen:,}")] if frozen else []),
+        ("weights sent, down + up", f"{sent['weights']:,} bytes = {size(sent['weights'])}"),
+        ("phi and q(z|s) sent", f"{sent['posterior']:,} bytes = {size(sent['posterior'])}"),
+        ("a round sends", size(sent["weights_per_round"] + sent["posterior_per_round"])),
+        ("computation of a round", f"{plan['flop_per_round'] / 1e9:,.2f} GFLOP"),
+        ("memory: server, each worker", f"{size(memory['server'])}, {size(memory['worker'])}"),
+        ("time of a round, of the run", f"{duration(plan['seconds_per_round'])}, {duration(plan['seconds'])}"),
+    ]
 
 
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float | None:
-    value: Any = summary
-    for key in path:
-        value = value[key]
-    return None if value is None else float(value)
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or not known:
-        return {"mean": None, "std": None}
-    mean = sum(known) / len(known)
-    return {
-        "mean": mean,
-        "std": math.sqrt(sum((v - mean) ** 2 for v in known) / len(known)) if len(known) > 1 else None,
-    }
-
-
-def percent(value: Mapping[str, float | None]) -> str:
-    if value["mean"] is None:
-        return "-"
-    return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if value["std"] is not None else "")
-
-
-def _number(value: Mapping[str, float | None] | None) -> str:
+def _number(value: OverSeeds | None) -> str:
     if value is None or value["mean"] is None:
         return "-"
-    return f"{value['mean']:.2f}" + (f" ± {value['std']:.2f}" if value["std"] is not None else "")
+    deviation = value["std"]
+    return f"{value['mean']:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")

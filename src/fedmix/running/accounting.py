@@ -1,15 +1,13 @@
 """What the noise of a run guarantees: (epsilon, delta), from a maintained accountant (dp-accounting)."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fedmix.errors import SettingError
 from fedmix.running.releases import Unknown, cohorts
 from fedmix.settings.recipe import Recipe
-
-RELEASES = "releases"  # in what a checkpoint carries: the last line of releases.jsonl that it knew
 
 
 def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> dict[str, Any]:
@@ -38,13 +36,14 @@ def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> d
     return {"epsilon": float(epsilon), "delta": recipe.privacy.delta, "rounds_of_a_client": most, "why_none": None}
 
 
-def guarantee_of_run(recipe: Recipe, parts: int, folder: Path, carried: Mapping[str, Any]) -> dict[str, Any]:
-    """What the noise of this run directory guarantees. carried: what its last checkpoint carries."""
+def guarantee_of_run(recipe: Recipe, parts: int, folder: Path, last_release: str | None) -> dict[str, Any]:
+    """What the noise of this run directory guarantees. last_release: the last line of releases.jsonl that its last
+    checkpoint knew."""
 
     def asked() -> Iterator[list[int]]:
-        if RELEASES not in carried:
+        if last_release is None:
             raise Unknown("its first rounds were trained by a version that drew noise from the seed")
-        yield from cohorts(folder, str(carried[RELEASES]))
+        yield from cohorts(folder, last_release)
 
     return guarantee(recipe, parts, asked())
 

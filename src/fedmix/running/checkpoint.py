@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -22,6 +21,7 @@ from fedmix.core.server import State
 from fedmix.core.tree import Params, flatten
 from fedmix.engines.store import SiteStore, Store
 from fedmix.errors import ClientError, RunError
+from fedmix.running.carried import Carried
 from fedmix.running.files import digest, write_json, write_tensors
 
 
@@ -30,7 +30,7 @@ class Checkpoint:
     round: int
     state: State
     clients: dict[int, Params]
-    carried: dict[str, Any]
+    carried: Carried
 
 
 class Checkpoints:
@@ -41,7 +41,7 @@ class Checkpoints:
         self.keep = keep
         self._files: dict[str, list[str]] = {}  # client -> [file, digest]: where its newest state is
 
-    def save(self, state: State, store: Store, carried: dict[str, Any]) -> None:
+    def save(self, state: State, store: Store, carried: Carried) -> None:
         """Save the state after its round, and the clients that changed since the last call. Then forget old ones."""
         name = f"round-{state.round:06d}"
         clients = self.folder / "clients"
@@ -57,7 +57,7 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         server = write_tensors(part / "server.safetensors", flatten(state))
-        manifest = {"round": state.round, "server": server, "clients": self._files, "carried": carried}
+        manifest = {"round": state.round, "server": server, "clients": self._files, "carried": carried.table()}
         write_json(part / "manifest.json", manifest)
         target = self.folder / name
         if target.exists():
@@ -101,7 +101,7 @@ class Checkpoints:
             clients: dict[int, Params] = {}
             for client, (file, known) in manifest["clients"].items():
                 clients[int(client)] = _read(self.folder / "clients" / file, known) if file else {}
-            t, carried = int(manifest["round"]), manifest["carried"]
+            t, carried = int(manifest["round"]), Carried.from_table(manifest["carried"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             others = [other for other in self.names() if other != name]
             remedy = f"remove {folder} to go on from {others[-1]}" if others else "start again with --overwrite"
@@ -117,14 +117,14 @@ class Checkpoints:
         return Checkpoint(t, state, clients, carried)
 
 
-def private_states(path: Path, found: Checkpoint) -> dict[int, Params]:
+def private_states(path: Path, checkpoint: Checkpoint) -> dict[int, Params]:
     """The clients' private states of a run at a checkpoint: in it, or in files of their own where clients were processes
     of Flower's on this machine."""
-    if "engine" not in found.carried:
-        return found.clients
+    if checkpoint.carried.engine is None:
+        return checkpoint.clients
     store = SiteStore(path / "clients")
     try:
-        return {int(s): store.get(int(s), int(t)) or {} for s, t in found.carried["engine"].items()}
+        return {int(s): store.get(int(s), int(t)) or {} for s, t in checkpoint.carried.engine.items()}
     except ClientError as error:
         raise RunError(f"{path}: private states are with the clients, where the run was trained ({error}).") from error
 

@@ -1,10 +1,9 @@
-"""How good the models are: for a client that took part (local, server) and without client identity (global)."""
+"""How good the models are: for clients that took part, and without client identity."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,8 @@ from fedmix.engines.client import CHUNK, Absent, Task
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError
 from fedmix.running.loop import Engine
+from fedmix.schema import Clusters, OverClients
+from fedmix.settings.build import Experiment
 
 Numbers = Mapping[str, float]
 
@@ -34,7 +35,7 @@ class Scores:
     def values(self, measure: str = "accuracy") -> list[float]:
         return [numbers[measure] for numbers in self.of.values()]
 
-    def summary(self, measure: str = "accuracy") -> dict[str, float | None]:
+    def summary(self, measure: str = "accuracy") -> OverClients:
         """Mean, standard deviation and worst decile over clients."""
         values = self.values(measure)
         if not values:
@@ -48,7 +49,7 @@ class Scores:
         points = sum(numbers["points"] for numbers in told)
         return sum(numbers["points"] * numbers[measure] for numbers in told) / points if points else None
 
-    def summaries(self) -> dict[str, dict[str, float | None]]:
+    def summaries(self) -> dict[str, OverClients]:
         return {measure: self.summary(measure) for measure in MEASURES}
 
 
@@ -76,6 +77,12 @@ def client_scores(
     answers = dict(zip(clients, engine.run(tasks), strict=True))
     found = scores_of({s: answer.numbers for s, answer in answers.items() if isinstance(answer, Message)})
     return replace(found, unanswered={s: a.reason for s, a in answers.items() if isinstance(a, Absent)})
+
+
+def fine_tuned_scores(experiment: Experiment, engine: Engine, state: State, t: int) -> Scores:
+    """All clients on their test data, after the server's weights were fine-tuned on each of them."""
+    everyone, epochs = range(len(experiment.federation)), experiment.recipe.evaluation.finetune_epochs
+    return client_scores(experiment.algorithm, engine, state, everyone, "test", t, finetune=epochs)
 
 
 @dataclass(frozen=True)
@@ -142,43 +149,48 @@ def on_union(
 
 
 @dataclass(frozen=True)
-class GlobalScore:
+class NoIdentity:
+    """All clients' points together, whoever they belong to. why: why there is no number, or "".
+
+    bytes: private state that clients handed over for it. of_clients: the same predictions, client by client.
+    """
+
     numbers: Numbers | None
-    why: str  # why there is no number, or ""
-    bytes: int  # private state that clients handed over for it
+    why: str = ""
+    bytes: int = 0
+    of_clients: Scores = Scores({})
 
     @property
     def accuracy(self) -> float | None:
         return None if self.numbers is None else self.numbers["accuracy"]
 
 
-def global_score(
-    algorithm: Algorithm, store: Store, state: State, federation: Federation, part: str, share_private: bool
-) -> GlobalScore:
+def no_identity_score(experiment: Experiment, store: Store, state: State, part: str) -> NoIdentity:
     """The union of all clients' `part` without client identity; p(s) = N_s/N over clients that ever took part."""
+    algorithm, federation = experiment.algorithm, experiment.federation
     if not algorithm.predicts_anonymously:
-        return GlobalScore(None, NO_ANONYMOUS, 0)
+        return NoIdentity(None, NO_ANONYMOUS)
     if federation.elsewhere:
-        return GlobalScore(None, "it needs the clients' points, which never leave their sites", 0)
+        return NoIdentity(None, "it needs the clients' points, which never leave their sites")
     try:
-        known = crowd(algorithm, store, federation, share_private)
+        known = crowd(algorithm, store, federation, experiment.recipe.evaluation.share_private)
     except ClientError as error:
-        return GlobalScore(None, str(error), 0)
+        return NoIdentity(None, str(error))
     if known is None:
-        return GlobalScore(None, NOT_SHARED, 0)
+        return NoIdentity(None, NOT_SHARED)
     message = algorithm.broadcast(state, None)
 
     def predict(x: Tensor) -> Tensor:
         return algorithm.predict_anonymous(message, known.privates, known.log_p_s, x)
 
     anyone = for_anyone(algorithm, federation.label_counts(), predict)
-    numbers, _ = on_union(federation, range(len(federation)), part, anyone)
+    numbers, of_clients = on_union(federation, range(len(federation)), part, anyone)
     if not numbers["points"]:
-        return GlobalScore(None, f"no client has {part} data", 0)
-    return GlobalScore(numbers, "", known.nbytes)
+        return NoIdentity(None, f"no client has {part} data")
+    return NoIdentity(numbers, "", known.nbytes, of_clients)
 
 
-def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> dict[str, Any]:
+def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> Clusters:
     """How well the experts that clients use most tell their true groups apart."""
     found = [max(range(len(row)), key=row.__getitem__) for row in q_zs]
     return {"adjusted_rand_index": adjusted_rand_index(groups, found), "groups": list(groups), "found": found}

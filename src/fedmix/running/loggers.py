@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedmix.errors import SettingError, one_of
-from fedmix.running.directory import LOGGED, flat_settings, read_metrics
 from fedmix.running.files import write_json
 from fedmix.running.run import Progress
-from fedmix.settings.recipe import Recipe, dump_recipe, settings_table
+from fedmix.schema import LOGGED, MetricsLine, Summary, read_metrics, read_summary
+from fedmix.settings.reading import dump_recipe, flat_settings, recipe_table
+from fedmix.settings.recipe import Recipe
 
 COUNTED = ("refused", "absent", "warnings")  # how many, not who
 LEFT_OUT = ("round", "clients", "q_zc", "q_zs")  # who took part, and tables: they are in metrics.jsonl
@@ -116,7 +117,7 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT") or "fedmix",
             group=recipe.name,
             name=path.name,
-            config=settings_table(recipe),
+            config=recipe_table(recipe),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
         offline = f"wandb sync {path / 'wandb'}/offline-run-*-{self.id}"
@@ -201,14 +202,13 @@ class _Logs:
 
     def end(self) -> None:
         """Of a run that has its summary."""
-        file = self._path / "summary.json"
-        if not self._names or not file.exists():
+        summary = read_summary(self._path)
+        if not self._names or summary is None:
             return
-        summary = json.loads(file.read_text())
         last = summary["rounds"]
         if self._tools is None:
             self._start(last)
-        test = {f"test/{name}": value for name, value in numbers_of(_results(summary)).items()}
+        test = numbers_of(_results(summary))
         for name, tool in list((self._tools or {}).items()):
             if self._state[name].get("ended") != last:
                 with self._left_behind_if_it_fails(name):
@@ -235,7 +235,7 @@ class _Logs:
                 self._tools[name] = tool
         self._put([line for line in read_metrics(self._path) if line["round"] <= last])
 
-    def _put(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _put(self, lines: Sequence[MetricsLine]) -> None:
         for name, tool in list((self._tools or {}).items()):
             told = self._state[name].get("round", 0)
             rows = [(line["round"], numbers_of(line)) for line in lines if line["round"] > told]
@@ -265,24 +265,31 @@ class _Logs:
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Every number of a line of metrics under a name like accuracy/local/mean, for tools that take scalars alone."""
-    flat: dict[str, float] = {}
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk(f"{name}/{key}", inner)
-        elif isinstance(value, (list, tuple)):
-            for index, inner in enumerate(value):
-                walk(f"{name}/{index}", inner)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            flat[name] = float(value)
-
+    """Every number of a line of metrics under a name like accuracy/validation/server/mean: tools take scalars alone."""
+    numbers: dict[str, float] = {}
     for key, value in line.items():
         if key not in LEFT_OUT:
-            walk(key, len(value) if key in COUNTED else value)
-    return flat
+            numbers |= _numbers_in(key, len(value) if key in COUNTED else value)
+    return numbers
 
 
-def _results(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: summary[key] for key in ("accuracy", "scores", "clusters", "bytes_down", "bytes_up") if key in summary}
+def _numbers_in(name: str, value: Any) -> dict[str, float]:
+    """The numbers of a value, each under its own path; what is no number is left out."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return {name: float(value)}
+    if isinstance(value, Mapping):
+        inner: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    else:
+        return {}
+    numbers: dict[str, float] = {}
+    for key, part in inner:
+        numbers |= _numbers_in(f"{name}/{key}", part)
+    return numbers
+
+
+def _results(summary: Summary) -> dict[str, Any]:
+    """What came out at the end, under names of its own: summary/accuracy/test/fine_tuned/mean."""
+    wanted = ("accuracy", "scores", "clusters", "bytes_down", "bytes_up")
+    return {"summary": {key: value for key, value in summary.items() if key in wanted}}

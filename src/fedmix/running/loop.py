@@ -22,6 +22,7 @@ class Engine(Protocol):
     name: str
     workers: int
     store: Store
+    states_elsewhere: bool  # clients keep their private states themselves; the server's checkpoint does not hold them
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Message | Absent]:
         """The clients' answers, in the order of the tasks."""

@@ -12,7 +12,8 @@ from fedmix.core.tree import Params
 from fedmix.errors import RunError
 from fedmix.methods.page import Page
 from fedmix.running.checkpoint import Checkpoint, Checkpoints
-from fedmix.running.directory import read_federation, read_run, run_recipe
+from fedmix.running.directory import run_recipe
+from fedmix.schema import read_federation, read_run
 from fedmix.settings.build import Given, revive
 from fedmix.settings.recipe import Recipe
 

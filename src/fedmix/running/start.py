@@ -7,7 +7,8 @@ from fedmix.core.tree import Params
 from fedmix.rng import stream
 from fedmix.running.reopen import reopen
 from fedmix.settings.build import Experiment
-from fedmix.settings.recipe import OWN, read_recipe
+from fedmix.settings.reading import read_recipe
+from fedmix.settings.recipe import OWN
 
 
 def starting_state(experiment: Experiment) -> State:

@@ -24,7 +24,9 @@ from fedmix.models.lenet5 import LeNet5
 from fedmix.models.mlp import mlp
 from fedmix.models.resnet20 import ResNet20
 from fedmix.settings.federate import build_federation
-from fedmix.settings.recipe import OWN, ModelSettings, Recipe, named_object, settings_from
+from fedmix.settings.importing import named_object
+from fedmix.settings.recipe import OWN, ModelSettings, Recipe
+from fedmix.settings.tables import settings_from
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "resnet20": ResNet20}
 

@@ -17,7 +17,9 @@ from fedmix.data.sources import DATASETS, Source, load, stand_in
 from fedmix.data.user_files import READERS
 from fedmix.errors import DataError, SettingError, one_of
 from fedmix.rng import Stream, stream
-from fedmix.settings.recipe import NATURAL, OWN, SITES, DataSettings, named_object, typed
+from fedmix.settings.importing import named_object
+from fedmix.settings.recipe import NATURAL, OWN, SITES, DataSettings
+from fedmix.settings.tables import typed
 
 
 def build_federation(

@@ -21,7 +21,9 @@ from fedmix.data.sources import Source
 from fedmix.data.user_files import READERS, arrays
 from fedmix.errors import DataError, SettingError, one_of
 from fedmix.settings.federate import build_federation, federate
-from fedmix.settings.recipe import SITES, DataSettings, Recipe, named_object, settings_from
+from fedmix.settings.importing import named_object
+from fedmix.settings.recipe import SITES, DataSettings, Recipe
+from fedmix.settings.tables import settings_from
 
 PART_OF_RECIPE = "recipe"  # a site's data.source: some clients of the recipe's own data, for trying out
 
@@ -36,7 +38,7 @@ class Agreed:
     labels: list[str] = field(default_factory=list)  # what classes are called in the files; none: 0, 1, 2, ...
     mean: list[float] = field(default_factory=list)  # of images of bytes, channel by channel, as shares of 255
     std: list[float] = field(default_factory=list)
-    columns: list[dict[str, Any]] = field(default_factory=list)  # of tables: how they become numbers (data.own.table)
+    columns: list[dict[str, Any]] = field(default_factory=list)  # of tables: how they become numbers (data.user_files.table)
     kinds: list[str] = field(default_factory=list)  # the values of side information, with data.side = "column"
 
     def __post_init__(self) -> None:

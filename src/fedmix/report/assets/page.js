@@ -5,7 +5,7 @@ const COLOURS = { light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00",
                   dark:  ["#56b4e9", "#ff9d66", "#2fd6a5", "#e6a4c8", "#e6b83c", "#8ecdf2", "#f0e442", "#b5b5b5"] };
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 let data = JSON.parse($("data").textContent);
-const chosen = { measure: "local", over: "round", smooth: 1, run: 0, frame: null, layer: "", window: 10, of: 0, client: null, setting: null, attack: 0, sort: null };
+const chosen = { measure: "as_sent", over: "round", smooth: 1, run: 0, frame: null, layer: "", window: 10, of: 0, client: null, setting: null, attack: 0, sort: null };
 
 const esc = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const short = (text, most = 60) => { text = String(text); return text.length > most ? text.slice(0, most - 1) + "…" : text; };
@@ -69,14 +69,14 @@ function smoothed(values, window) {
     return some.reduce((a, b) => a + b, 0) / some.length;
   });
 }
-// Mean and band over seeds, of the same rounds: a seed that has not come so far yet does not count there.
+// Mean and a band of one sample deviation over seeds, of the same rounds: a seed that has not come so far yet does not count there.
 function banded(g, seeds, when, at, of, window = () => 1) {
   const runs = seeds.map(seed => { const y = smoothed(of(seed), window(seed)), x = at(seed); return new Map(when(seed).map((t, i) => [t, [x[i], y[i]]]).filter(([, p]) => p[1] !== null)); }).filter(run => run.size);
   if (!runs.length) return [];
   const x = [], y = [], low = [], high = [];
   for (const t of [...new Set(runs.flatMap(run => [...run.keys()]))].sort((a, b) => a - b)) {
     const points = runs.filter(run => run.has(t)).map(run => run.get(t)), m = mean(points.map(p => p[1]));
-    const s = Math.sqrt(mean(points.map(p => (p[1] - m) ** 2)));
+    const s = points.length > 1 ? Math.sqrt(points.reduce((sum, p) => sum + (p[1] - m) ** 2, 0) / (points.length - 1)) : 0;
     x.push(mean(points.map(p => p[0]))); y.push(m); low.push(m - s); high.push(m + s);
   }
   const line = { x, y, uid: `${g}-line`, name: esc(data.short[g]), mode: x.length > 60 ? "lines" : "lines+markers", line: { color: colour(g), dash: dash(g), width: 2 },
@@ -97,10 +97,11 @@ function top_() {
   for (const row of data.glance.wrong.slice(0, 20)) list.append(element("li", short(`${row.run}: ${row.what}`, 400)));
   if (data.glance.wrong.length > 20) list.append(element("li", `and ${data.glance.wrong.length - 20} more`));
   $("wrong").replaceChildren(...(data.glance.wrong.length ? [list] : []));
+  $("notes").textContent = data.glance.notes.join(" ");
 }
 
 function table() {
-  const columns = ["method", ...data.columns], low = new Set(["calibration error", "log loss", "GiB", "minutes", "rounds"]);
+  const columns = ["method", ...data.columns], low = new Set(["GiB", "minutes", "rounds", ...Object.keys(data.judged).filter(name => data.judged[name])]);
   const value = (row, column) => Array.isArray(row[column]) ? row[column][0] : row[column];
   const rows = [...data.table];
   if (chosen.sort) {
@@ -112,9 +113,9 @@ function table() {
     });
   }
   const best = {};
-  for (const column of ["local", "server", "global", "worst decile", "calibration error", "log loss"]) {
+  for (const [column, lower] of Object.entries(data.judged)) {
     const known = data.table.map(row => value(row, column)).filter(v => v !== null);
-    if (known.length > 1) best[column] = low.has(column) ? Math.min(...known) : Math.max(...known);
+    if (knmembers.length > 1) best[column] = lower ? Math.min(...known) : Math.max(...known);
   }
   const head = element("tr");
   for (const column of columns) {
@@ -146,7 +147,7 @@ function save(name, text, type) {
 }
 function csv() {
   const quoted = text => `"${String(text ?? "").replace(/"/g, '""').replace(/^([=+\-@])/, "'$1")}"`;
-  const lines = [["method", ...data.columns.flatMap(c => Array.isArray(data.table[0][c]) || data.table.some(r => Array.isArray(r[c])) ? [c, c + " std"] : [c])].map(quoted).join(",")];
+  const lines = [["method", ...data.columns.flatMap(c => Array.isArray(data.table[0][c]) || data.table.some(r => Array.isArray(r[c])) ? [c, c + " deviation over seeds"] : [c])].map(quoted).join(",")];
   for (const row of data.table) lines.push([quoted(row.method), ...data.columns.flatMap(c => data.table.some(r => Array.isArray(r[c])) ? [row[c] ? row[c][0] : "", row[c] ? row[c][1] ?? "" : ""] : [row[c] ?? ""])].join(","));
   return lines.join("\n") + "\n";
 }
@@ -157,7 +158,7 @@ function latex() {
     ...data.table.map(row => [safe(row.method), ...data.columns.map(c => cell(row[c]))].join(" & ") + " \\\\"), "\\hline", "\\end{tabular}"].join("\n") + "\n";
 }
 
-const MEASURES = { local: "local accuracy, %", server: "server accuracy, %", global: "global accuracy, %", "worst decile": "worst decile of local accuracy, %", loss: "training loss" };
+const MEASURES = { as_sent: "as sent accuracy, validation, %", server: "server accuracy, validation, %", no_identity: "no identity accuracy, validation, %", worst_decile: "worst decile of as sent accuracy, validation, %", loss: "training loss" };
 function learning() {
   const known = Object.keys(MEASURES).filter(m => data.curves.some(seeds => seeds.some(s => (m === "loss" ? s.every.loss : s[m]).some(v => v !== null))));
   if (!known.includes(chosen.measure)) chosen.measure = known[0] || "loss";
@@ -170,7 +171,7 @@ function learning() {
   const title = m === "loss" || found.length < 2 ? `${what} over ${where}${best ? `: from ${figures(best[2])} to ${figures(best[1])}` : ""}` : `${what} over ${where}: ${best[1] - second[1] < 0.1 ? `${best[0]} and ${second[0]} end level` : `${best[0]} ends highest`}, at ${figures(best[1])}`;
   const note = m !== "loss" ? "" : " FedMix's is its bound over all experts, and is not comparable with another method's.";
   const shown = draw("curves", traces, layout(title, over === "gib" ? "GiB sent, down and up" : "round", MEASURES[m], {}, m + over),
-    `${MEASURES[m]} over ${where}${m === "loss" ? "" : ", on validation data"}; at the end ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.${note}`);
+    `${MEASURES[m]} over ${where}; at the end ${some(found.map(([name, v]) => `${name} ${figures(v)}`), 12)}.${note}`);
   $("learning").hidden = !shown;
 }
 
@@ -236,22 +237,22 @@ function clients() {
   if (!runs.length) return;
   const groups = [...new Set(runs.map(([, run]) => run.group))];
   const boxes = groups.map((g, at) => {
-    const own = runs.map(([, run]) => run).filter(run => run.group === g), points = own.flatMap(run => run.clients.local.map((v, s) => [v, own.length > 1 ? `${run.clients.names[s]}, seed ${run.seed}` : run.clients.names[s]])).filter(([v]) => v !== null);
+    const members = runs.map(([, run]) => run).filter(run => run.group === g), points = members.flatMap(run => run.clients.fine_tuned.map((v, s) => [v, members.length > 1 ? `${run.clients.names[s]}, seed ${run.seed}` : run.clients.names[s]])).filter(([v]) => v !== null);
     return { g, values: points.map(([v]) => 100 * v), names: points.map(([, name]) => named(name, 60)), at };
   }).filter(box => box.values.length);
   const told = boxes.map(({ g, values }) => { const v = [...values].sort((a, b) => a - b); return [`${data.short[g]}: from ${figures(v[0])} to ${figures(v[v.length - 1])}, median ${figures(median(v))}`, v[0], g]; });
   const [worst, next] = [...told].sort((a, b) => b[1] - a[1]), clear = next && worst[1] - next[1] > 0.1;
   draw("spread", boxes.map(({ g, values, names, at }) => ({ type: "box", x: values.map(() => at), y: values, uid: String(g), name: esc(data.short[g]), boxpoints: values.length > 300 ? "outliers" : "all", jitter: 0.5, pointpos: 0, marker: { size: 4, color: colour(g) },
       quartilemethod: "linear", text: names, hovertemplate: "%{text}: %{y:.1f} %<extra></extra>" })),
-    layout(`local accuracy, client by client: ${clear ? `the worst client is best off with ${data.short[worst[2]]}` : `the worst has ${figures(worst[1])} %`}`, "", "%", { showlegend: false, xaxis: places(boxes.map(({ g }) => named(data.short[g], narrow() ? 14 : 24))) }),
+    layout(`fine-tuned accuracy on test data, client by client: ${clear ? `the worst client is best off with ${data.short[worst[2]]}` : `the worst has ${figures(worst[1])} %`}`, "", "%", { showlegend: false, xaxis: places(boxes.map(({ g }) => named(data.short[g], narrow() ? 14 : 24))) }),
     some(told.map(([text]) => text)) + " per cent.");
   if (!runs.some(([i]) => i === chosen.of)) chosen.of = runs[0][0];
   options($("of"), runs.map(([i, run]) => [i, run.name]), chosen.of);
   const run = data.runs[chosen.of], own = run.clients;
   $("worst-title").textContent = `Worst clients of ${short(run.name, 60)}`;
-  const order = own.names.map((_, s) => s).sort((a, b) => own.local[a] - own.local[b]);
-  const head = element("tr"); for (const text of ["client", "local %", "server %", "points"]) head.append(element("th", text, { scope: "col" }));
-  const rows = order.slice(0, 10).map(s => { const line = element("tr"); line.append(element("td", short(own.names[s], 80)), element("td", figures(100 * own.local[s])), element("td", own.server[s] === null ? "–" : figures(100 * own.server[s])), element("td", own.points[s] ?? "–")); return line; });
+  const order = own.names.map((_, s) => s).sort((a, b) => own.fine_tuned[a] - own.fine_tuned[b]);
+  const head = element("tr"); for (const text of ["client", "fine-tuned, test %", "server, test %", "points"]) head.append(element("th", text, { scope: "col" }));
+  const rows = order.slice(0, 10).map(s => { const line = element("tr"); line.append(element("td", short(own.names[s], 80)), element("td", figures(100 * own.fine_tuned[s])), element("td", own.server[s] === null ? "–" : figures(100 * own.server[s])), element("td", own.points[s] ?? "–")); return line; });
   $("worst").replaceChildren(head, ...rows);
   if (chosen.client === null || chosen.client >= own.names.length) chosen.client = order[0];
   options($("client"), own.names.map((name, s) => [s, name]), chosen.client);
@@ -260,7 +261,7 @@ function clients() {
   if (own.q) traces.push({ type: "bar", x: own.q[s].map((_, k) => k), y: own.q[s], name: "q(z|s) of each expert", marker: { color: colour(1) }, xaxis: "x2", yaxis: "y2" });
   const both = own.labels && own.q, what = both ? "its labels, its gate" : own.labels ? "its labels" : "its gate (which labels it holds was not recorded)";
   draw("one", traces, layout(`client ${short(own.names[s], 40)}: ${what}`, own.labels ? "label" : "", own.labels ? "points" : "", { xaxis: { ...ticks(own.classes), domain: [0, both ? 0.55 : 1] }, xaxis2: { title: { text: "expert" }, dtick: 1, domain: [both ? 0.66 : 0, 1], anchor: "y2" }, yaxis2: { anchor: "x2", range: [0, 1] }, showlegend: true }, String(s)),
-    `Client ${short(own.names[s], 60)}: local accuracy ${figures(100 * own.local[s])} per cent${own.q ? `, gate ${own.q[s].map((v, k) => `expert ${k} ${figures(v)}`).join(", ")}` : ""}.`);
+    `Client ${short(own.names[s], 60)}: fine-tuned accuracy ${figures(100 * own.fine_tuned[s])} per cent on test data${own.q ? `, gate ${own.q[s].map((v, k) => `expert ${k} ${figures(v)}`).join(", ")}` : ""}.`);
 }
 
 function sweep() {
@@ -271,16 +272,16 @@ function sweep() {
   if (!keys.includes(chosen.setting)) chosen.setting = keys[0];
   options($("setting"), keys.map(key => [key, key]), chosen.setting);
   const key = chosen.setting, lines = own.keys[key], one = lines.length === 1;
-  const kinds = one ? ["local", "server", "global"] : ["local"];
+  const TUNED = "fine-tuned, test", kinds = one ? [TUNED, "server, validation", "no identity, validation"] : [TUNED];
   const traces = lines.flatMap((line, l) => kinds.map((kind, i) => ({ x: line.values, y: line.rows.map(row => row[kind] && row[kind][0]), error_y: { type: "data", array: line.rows.map(row => row[kind] ? row[kind][1] || 0 : 0) },
     name: one ? kind : named(line.name, 40), mode: "lines+markers", line: { color: colour(one ? i : l), dash: dash(one ? 0 : l) } }))).filter(t => t.y.some(v => v !== null));
   const every = lines.flatMap(line => line.values), edge = [Math.min(...every), Math.max(...every)];
-  own.beside.forEach((row, i) => { if (row.local) traces.push({ x: edge, y: [row.local[0], row.local[0]], name: `${named(row.method, 40)}, local`, mode: "lines", line: { color: colour(7), dash: DASHES[1 + i % 4] } }); });
+  own.beside.forEach((row, i) => { if (row[TUNED]) traces.push({ x: edge, y: [row[TUNED][0], row[TUNED][0]], name: `${named(row.method, 40)}, ${TUNED}`, mode: "lines", line: { color: colour(7), dash: DASHES[1 + i % 4] } }); });
   if (one) traces.push({ x: lines[0].values, y: lines[0].rows.map(row => row.GiB), name: "GiB sent", yaxis: "y2", mode: "lines+markers", line: { color: colour(6), dash: "dot" } });
-  const points = lines.flatMap(line => line.rows.map((row, i) => [line.values[i], row.local, line.name])).filter(([, v]) => v), best = points.sort((a, b) => b[1][0] - a[1][0])[0];
+  const points = lines.flatMap(line => line.rows.map((row, i) => [line.values[i], row[TUNED], line.name])).filter(([, v]) => v), best = points.sort((a, b) => b[1][0] - a[1][0])[0];
   const where = best ? `${key} = ${best[0]}${best[2] ? `, ${best[2]}` : ""}` : "";
-  draw("against", traces, layout(best ? `accuracy against ${key}: local is highest at ${where}, ${figures(best[1][0])} %` : `accuracy against ${key}`, named(key, 60), one ? "test accuracy, %" : "local test accuracy, %", one ? { yaxis2: { overlaying: "y", side: "right", title: { text: "GiB" }, rangemode: "tozero", automargin: true } } : {}, key),
-    `Test accuracy${one ? " and what was sent" : ""} against ${key}: ${some(lines.flatMap(line => line.rows.map((row, i) => row.local ? `${line.values[i]}${line.name ? ` (${line.name})` : ""} ${figures(row.local[0])} %${one ? `, ${figures_of("GiB", row.GiB)} GiB` : ""}` : null)).filter(Boolean), 12)}.`);
+  draw("against", traces, layout(best ? `accuracy against ${key}: fine-tuned is highest at ${where}, ${figures(best[1][0])} %` : `accuracy against ${key}`, named(key, 60), one ? "accuracy, %" : "fine-tuned accuracy, test, %", one ? { yaxis2: { overlaying: "y", side: "right", title: { text: "GiB" }, rangemode: "tozero", automargin: true } } : {}, key),
+    `Fine-tuned accuracy on test data${one ? " and what was sent" : ""} against ${key}: ${some(lines.flatMap(line => line.rows.map((row, i) => row[TUNED] ? `${line.values[i]}${line.name ? ` (${line.name})` : ""} ${figures(row[TUNED][0])} %${one ? `, ${figures_of("GiB", row.GiB)} GiB` : ""}` : null)).filter(Boolean), 12)}.`);
 }
 
 function fresh() {

@@ -1,0 +1,164 @@
+"""Runs that differ in their seed alone are a group: one line of a table, one curve with a band. Its name says what it is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedmix.catalogue import TITLES
+from fedmix.report.runs import Run
+from fedmix.report.statistics import OverSeeds, over_seeds
+from fedmix.report.words import GIB
+
+ON = ("gate_through_features",)  # switches that are on by default
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    runs: list[Run]
+
+    @property
+    def ended(self) -> list[Run]:
+        return [run for run in self.runs if run.ended]
+
+    @property
+    def seeds(self) -> str:
+        """How many of its seeds have a result."""
+        ended, total = len(self.ended), len(self.runs)
+        if total == 1:
+            return "one seed"
+        return f"{total} seeds" if ended == total else f"{ended} of {total} seeds"
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Runs by method; the name says what tells it from the others."""
+    by_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+    members = sorted(by_settings.values(), key=_order)
+    switches = _switches(members)
+    several_recipes = len({run.name for run in runs}) > 1
+    names = [_name(of_group[0], members, switches, several_recipes) for of_group in members]
+    return [Group(_unique(names, i), of_group) for i, of_group in enumerate(members)]
+
+
+def _order(of_group: Sequence[Run]) -> int:
+    """Shipped methods in the order of the catalogue, then users' own."""
+    titles = list(TITLES.values())
+    method = of_group[0].method
+    return titles.index(method) if method in titles else len(titles)
+
+
+def _name(run: Run, members: Sequence[Sequence[Run]], switches: Sequence[str], several_recipes: bool) -> str:
+    same_method = [other for other in members if other[0].method == run.method and other[0].name == run.name]
+    keys = dict.fromkeys([*differing(same_method), *switches])
+    recipe = [run.name] if several_recipes else []
+    return ", ".join([run.method, *recipe, *called(run.settings, list(keys))])
+
+
+def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Settings in a method's name. What is empty, or not there in an older run, is left out."""
+    words = []
+    for key in keys:
+        name, value = key.split(".")[-1], settings.get(key)
+        if isinstance(value, bool):
+            words += _switch_words(name, value)
+        elif value not in (None, [], ""):
+            words.append(f"{name} {value}")
+    return words
+
+
+def _switch_words(name: str, value: bool) -> list[str]:
+    """What is on or off is its name alone, and nothing where that is the default."""
+    is_default = value == (name in ON)
+    if is_default:
+        return []
+    words = name.replace("_", " ")
+    return [words if value else f"no {words}"]
+
+
+def _switches(members: Sequence[Sequence[Run]]) -> list[str]:
+    """What is on in the training of some groups, whatever their method, and not in that of others: no fair comparison
+    without a word of it."""
+    on = [_switched_on(of_group[0]) for of_group in members]
+    anywhere = set().union(*on)
+    everywhere = anywhere.intersection(*on)
+    return sorted(anywhere - everywhere)
+
+
+def _switched_on(run: Run) -> set[str]:
+    return {key for key, value in run.settings.items() if value is True and key.startswith("training.")}
+
+
+def _unique(names: Sequence[str], i: int) -> str:
+    if names.count(names[i]) == 1:
+        return names[i]
+    return f"{names[i]} ({names[: i + 1].count(names[i])})"
+
+
+def differing(same: Sequence[Sequence[Run]]) -> list[str]:
+    """Settings that are not the same in all of these groups of one method.
+
+    One that a run does not have, for it is older than the setting, counts only where nothing else tells that run from the
+    others; what is on or off was off in it.
+    """
+    tables = [_as_text(of_group[0].settings) for of_group in same]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    stated = [key for key in keys if len({table[key] for table in tables if key in table}) > 1]
+    told_apart = {tuple(table.get(key) for key in stated) for table in tables}
+    if len(told_apart) < len(tables):
+        stated = [key for key in keys if len({table.get(key, "false") for table in tables}) > 1]
+    return stated
+
+
+def _as_text(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value, default=str) for key, value in settings.items()}
+
+
+# -- the table of results ----------------------------------------------------------------------------------------------
+
+# name of a column: kind, measure, what of it, factor; all on test data at the end
+TEST_COLUMNS: dict[str, tuple[str, str, str, float]] = {
+    "fine-tuned, test": ("fine_tuned", "accuracy", "mean", 100),
+    "server, test": ("server", "accuracy", "mean", 100),
+    "no identity, test": ("no_identity", "accuracy", "mean", 100),
+    "worst decile, fine-tuned, test": ("fine_tuned", "accuracy", "worst_decile", 100),
+    "calibration error, fine-tuned, test": ("fine_tuned", "ece", "mean", 100),
+    "log loss, fine-tuned, test": ("fine_tuned", "nll", "mean", 1),
+}
+# name of a column: kind; all means over the last evaluations
+VALIDATION_COLUMNS = {
+    "as sent, validation": "as_sent",
+    "server, validation": "server",
+    "no identity, validation": "no_identity",
+}
+COLUMNS = [*list(TEST_COLUMNS)[:3], *VALIDATION_COLUMNS, *list(TEST_COLUMNS)[3:]]
+LOWER_IS_BETTER = [name for name in COLUMNS if name.startswith(("calibration", "log loss"))]
+
+
+def table(members: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row for each group: accuracies, calibration, what was spent."""
+    return [_row(group) for group in members]
+
+
+def _row(group: Group) -> dict[str, Any]:
+    shown = group.ended or group.runs
+    name = group.name if len(shown) == len(group.runs) else f"{group.name} ({group.seeds})"
+    row: dict[str, Any] = {"method": name, "seeds": len(shown)}
+    for column, (kind, measure, what, factor) in TEST_COLUMNS.items():
+        row[column] = _cell(over_seeds([run.final(kind, measure, what) for run in group.runs]), factor)
+    for column, kind in VALIDATION_COLUMNS.items():
+        row[column] = _cell(over_seeds([run.validation(kind) for run in shown]), 100)
+    row["rounds"] = max((run.lines[-1]["round"] for run in shown if run.lines), default=0)
+    row["GiB"] = sum(run.bytes for run in shown) / GIB / len(shown)
+    row["minutes"] = sum(run.seconds for run in shown) / 60 / len(shown)
+    return row
+
+
+def _cell(value: OverSeeds, factor: float) -> list[float | None] | None:
+    """[mean, sample deviation over seeds], or None."""
+    mean, deviation = value["mean"], value["std"]
+    if mean is None:
+        return None
+    return [factor * mean, None if deviation is None else factor * deviation]

@@ -1,0 +1,148 @@
+"""What a run carries from round to round beside the server's state. Every checkpoint has it, so a resumed run goes on with it.
+
+Figures follow one protocol. A single evaluation moves by two points from one to the next, so what a run is judged by are means:
+on validation data over the last ten evaluations, after fine-tuning over the last three where that is affordable, as far as
+they lie in the last fifth of a run (schema.judged_rounds).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedmix.core.score import MEASURES
+from fedmix.running.evaluate import Numbers, Scores, scores_of
+from fedmix.schema import FINE_TUNED_EVALUATIONS, LAST_EVALUATIONS, Kind, judged_rounds
+from fedmix.settings.recipe import Recipe
+
+AFFORDABLE = 0.1  # of what training costs: what fine-tuning more than once may cost
+OfClients = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation on validation data: each client's accuracy by kind, and that of all points without identity."""
+
+    round: int
+    of_clients: Mapping[str, OfClients]
+    no_identity: float | None
+
+
+@dataclass
+class Carried:
+    """as_sent: each client's own score of the weights that it sent last. seconds: of training, in all sessions.
+
+    engine: of clients that keep their private states themselves, whose state of which round counts; None: a checkpoint has
+    the states. releases: the last line of releases.jsonl that is known; None: there is no noise, or it was drawn from the seed.
+    """
+
+    as_sent: dict[str, Numbers] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    fine_tuned: dict[int, dict[str, Numbers]] = field(default_factory=dict)
+    seconds: float = 0.0
+    engine: Mapping[str, Any] | None = None
+    releases: str | None = None
+
+    # -- as a table of a checkpoint ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_table(table: Mapping[str, Any]) -> "Carried":
+        """From what a checkpoint holds, of this version or an older one, which had no evaluations in it."""
+        evaluations = [Evaluation(**one_round) for one_round in table.get("evaluations", [])]
+        fine_tuned = {int(t): of_clients for t, of_clients in table.get("fine_tuned", {}).items()}
+        return Carried(
+            as_sent=dict(table.get("as_sent") or table.get("proxy") or {}),
+            evaluations=evaluations,
+            fine_tuned=fine_tuned,
+            seconds=float(table["seconds"]),
+            engine=table.get("engine"),
+            releases=table.get("releases"),
+        )
+
+    def table(self) -> dict[str, Any]:
+        table: dict[str, Any] = {
+            "as_sent": self.as_sent,
+            "evaluations": [vars(evaluation) for evaluation in self.evaluations],
+            "fine_tuned": {str(t): of_clients for t, of_clients in self.fine_tuned.items()},
+            "seconds": self.seconds,
+        }
+        if self.engine is not None:
+            table["engine"] = dict(self.engine)
+        if self.releases is not None:
+            table["releases"] = self.releases
+        return table
+
+    # -- scores --------------------------------------------------------------------------------------------------------
+
+    def note_reply(self, client: int, numbers: Numbers) -> None:
+        """A client's own score, on validation data, of the weights that it has just sent."""
+        self.as_sent[str(client)] = {name: numbers[name] for name in ("points", *MEASURES) if name in numbers}
+
+    def scores_as_sent(self, clients: Sequence[int] | None = None) -> Scores:
+        """Of these clients, or of all; older runs did not measure everything, and what lacks a measure is left out."""
+        scores = {int(s): numbers for s, numbers in self.as_sent.items()}
+        if clients is not None:
+            scores = {s: scores[s] for s in clients if s in scores}
+        return scores_of(
+            {s: numbers for s, numbers in scores.items() if not numbers["points"] or MEASURES[-1] in numbers}
+        )
+
+    def keep_only(self, due: Sequence[int]) -> None:
+        """Forget evaluations that were made because a run was to end there, and that are none of one that goes on."""
+        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.round in due]
+        self.fine_tuned = {t: scores for t, scores in self.fine_tuned.items() if t in due}
+
+    def note_evaluation(self, t: int, scores: Mapping[Kind, Scores], no_identity: float | None) -> None:
+        of_clients: dict[str, OfClients] = {kind: _accuracies(of_kind) for kind, of_kind in scores.items()}
+        self.evaluations = [*self.evaluations, Evaluation(t, of_clients, no_identity)][-LAST_EVALUATIONS:]
+
+    def note_fine_tuned(self, t: int, scores: Scores) -> None:
+        self.fine_tuned[t] = {str(s): dict(numbers) for s, numbers in scores.of.items()}
+        for earlier in sorted(self.fine_tuned)[:-FINE_TUNED_EVALUATIONS]:
+            del self.fine_tuned[earlier]
+
+    # -- means ---------------------------------------------------------------------------------------------------------
+
+    def judged(self, rounds: int) -> list[Evaluation]:
+        """The evaluations that a run of this many rounds is judged by."""
+        of_round = {evaluation.round: evaluation for evaluation in self.evaluations}
+        return [of_round[t] for t in judged_rounds(sorted(of_round), rounds)]
+
+    def fine_tuned_scores(self, rounds: Sequence[int]) -> Scores:
+        """Each client's mean score over the evaluations of these rounds."""
+        tables = [self.fine_tuned[t] for t in rounds]
+        clients = sorted({int(s) for table in tables for s in table})
+        return Scores({s: _mean_numbers([table[str(s)] for table in tables if str(s) in table]) for s in clients})
+
+
+def mean_of_clients(evaluations: Sequence[Evaluation], kind: Kind) -> OfClients:
+    """Each client's mean accuracy over several evaluations, by its number."""
+    tables = [evaluation.of_clients.get(kind, {}) for evaluation in evaluations]
+    clients = sorted({s for table in tables for s in table}, key=int)
+    values = {s: [table[s] for table in tables if s in table] for s in clients}
+    return {s: sum(of_client) / len(of_client) for s, of_client in values.items()}
+
+
+def _accuracies(scores: Scores) -> OfClients:
+    """Six digits, as in metrics.jsonl."""
+    return {str(s): float(f"{numbers['accuracy']:.6g}") for s, numbers in scores.of.items()}
+
+
+def _mean_numbers(rows: Sequence[Numbers]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def evaluation_rounds(recipe: Recipe) -> list[int]:
+    """The rounds after which everybody is evaluated; the last one always is."""
+    every = recipe.evaluation.every
+    return [t for t in range(1, recipe.rounds + 1) if t % every == 0 or t == recipe.rounds]
+
+
+def fine_tuned_rounds(recipe: Recipe, clients: int) -> list[int]:
+    """The evaluations at which clients are fine-tuned: as many as the recipe says, or three where that is affordable."""
+    asked = recipe.evaluation.finetune_evaluations
+    if not asked:
+        cohort = recipe.clients_per_round or clients
+        trained = recipe.rounds * cohort * recipe.training.epochs
+        more = (FINE_TUNED_EVALUATIONS - 1) * clients * recipe.evaluation.finetune_epochs
+        asked = FINE_TUNED_EVALUATIONS if more <= AFFORDABLE * trained else 1
+    return judged_rounds(evaluation_rounds(recipe), recipe.rounds)[-asked:]

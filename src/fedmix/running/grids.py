@@ -1,0 +1,120 @@
+"""Several runs: methods and seeds beside each other, or a grid of settings."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedmix.catalogue import CATALOGUE
+from fedmix.errors import ClientError, SettingError
+from fedmix.schema import Summary
+from fedmix.settings.reading import folder_of_run, read_recipe
+from fedmix.settings.recipe import Recipe
+
+Train = Callable[[Recipe, Path], Summary]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a grid: the settings that vary, its recipe, and the name of its folder."""
+
+    settings: Mapping[str, Any]
+    recipe: Recipe
+    name: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """runs: those that ended. failed: what went wrong with the others, in words."""
+
+    runs: list[tuple[Point, Summary]]
+    failed: list[str]
+
+
+def comparison_points(
+    recipe: str, methods: Sequence[str], seeds: Sequence[int], changes: Mapping[str, Any], scale: str | None
+) -> list[Point]:
+    """Every method with every seed. Without seeds, the recipe's own."""
+    first = read_recipe(recipe, methods[0], changes_for(methods[0], changes), scale)
+    points = []
+    for method in methods:
+        for seed in seeds or [first.seed]:
+            made = read_recipe(recipe, method, {**changes_for(method, changes), "seed": seed}, scale)
+            points.append(Point({"algorithm": method}, made, folder_of_run(made)))
+    return points
+
+
+def changes_for(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a method of one's own ([own]) are none of a shipped method's."""
+    if method not in CATALOGUE:
+        return dict(changes)
+    return {key: value for key, value in changes.items() if not key.startswith("own.")}
+
+
+def sweep_points(
+    recipe: str,
+    grid: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int] = (),
+    changes: Mapping[str, Any] | None = None,
+    algorithm: str | None = None,
+    scale: str | None = None,
+) -> list[Point]:
+    """Every combination of the grid's values with every seed. grid: {"fedmix.eta": [0, 0.5]}; one of its keys may be seed."""
+    changes = changes or {}
+    values, seeds = _without_seeds(grid, seeds)
+    varied = [key for key, options in values.items() if len(options) > 1]
+    if not varied:
+        raise SettingError(
+            "--set must give a setting several values, as in --set fedmix.eta=0,0.25,0.5. None has them."
+        )
+    if "rounds" in values and "rounds" in changes:
+        raise SettingError("rounds must be given once: by --rounds, or by --set rounds=...")
+    points = []
+    for combination in itertools.product(*values.values()):
+        settings = dict(zip(values, combination, strict=True))
+        for seed in _seeds_of(settings, seeds):
+            made = read_recipe(recipe, algorithm, {**settings, **changes, **seed}, scale)
+            varying = {key: settings[key] for key in varied}
+            points.append(Point(varying, made, _folder(varying, made.seed)))
+    return points
+
+
+def _without_seeds(
+    grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]
+) -> tuple[dict[str, Sequence[Any]], Sequence[int]]:
+    """A grid that has other settings too has its seeds apart: they are averaged over, not compared."""
+    if "seed" in grid and seeds:
+        raise SettingError("seeds must be given once: by --seeds, or by --set seed=...")
+    if "seed" not in grid or len(grid) == 1:
+        return dict(grid), seeds
+    return {key: values for key, values in grid.items() if key != "seed"}, grid["seed"]
+
+
+def _seeds_of(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[dict[str, int]]:
+    """What each run of a point changes to have its seed; nothing, where the recipe or the point has one."""
+    if "seed" in settings or not seeds:
+        return [{}]
+    return [{"seed": seed} for seed in seeds]
+
+
+def _folder(varying: Mapping[str, Any], seed: int) -> str:
+    words = ",".join(f"{key.split('.')[-1]}={value}" for key, value in varying.items())
+    return f"{words}-seed{seed}".replace("/", "_").replace(" ", "")
+
+
+def train_points(
+    points: Sequence[Point], out: Path, train: Train, about_to: Callable[[Point, int], None] = lambda point, i: None
+) -> Trained:
+    """Train one after the other. about_to: told of each point and its place before it begins.
+
+    A client's error belongs to one point alone, as with a rate that is too large: the others are trained all the same.
+    """
+    trained = Trained([], [])
+    for place, point in enumerate(points):
+        about_to(point, place)
+        try:
+            trained.runs.append((point, train(point.recipe, out / point.name)))
+        except ClientError as error:
+            trained.failed.append(f"{point.name}: {error}")
+    return trained

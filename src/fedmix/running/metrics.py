@@ -1,0 +1,60 @@
+"""A round's line of metrics.jsonl."""
+
+import time
+from typing import Any, cast
+
+from fedmix.engines.client import BOUND
+from fedmix.running import evaluate
+from fedmix.running.carried import Carried
+from fedmix.running.loop import Engine, Round
+from fedmix.schema import Accuracy, MetricsLine
+from fedmix.settings.build import Experiment
+
+
+def line_of(step: Round) -> MetricsLine:
+    """What is known of a round before anybody is evaluated."""
+    line: dict[str, Any] = {
+        "round": step.t,
+        "loss": step.loss,
+        "bytes_down": step.bytes_down,
+        "bytes_up": step.bytes_up,
+        "seconds": round(step.seconds, 4),
+        "divergence": step.diagnosis.divergence,
+        "clients": [reply.client for reply in step.replies],
+        **step.diagnosis.detail,
+        "refused": [{"client": r.client, "field": r.field, "reason": r.reason} for r in step.refused],
+        "absent": [{"client": client, "reason": reason} for client, reason in step.absent.items()],
+    }
+    return cast(MetricsLine, line)
+
+
+def evaluated(
+    experiment: Experiment, engine: Engine, step: Round, carried: Carried, with_fine_tuning: bool
+) -> dict[str, Any]:
+    """What an evaluation adds to the line of a round; `carried` notes it too."""
+    began = time.perf_counter()
+    algorithm, everyone = experiment.algorithm, range(len(experiment.federation))
+    as_sent = carried.scores_as_sent()
+    server = evaluate.client_scores(algorithm, engine, step.state, everyone, "validation", step.t)
+    union = evaluate.no_identity_score(experiment, engine.store, step.state, "validation")
+    carried.note_evaluation(
+        step.t, {"as_sent": as_sent, "server": server, "no_identity": union.of_clients}, union.accuracy
+    )
+    accuracy: Accuracy = {
+        "validation": {"as_sent": as_sent.summary(), "server": server.summary(), "no_identity": union.accuracy}
+    }
+    if with_fine_tuning:
+        tuned = evaluate.fine_tuned_scores(experiment, engine, step.state, step.t)
+        carried.note_fine_tuned(step.t, tuned)
+        accuracy["test"] = {"fine_tuned": tuned.summary()}
+    line: dict[str, Any] = {"accuracy": accuracy}
+    bound = server.mean_over_points(BOUND)
+    if bound is not None:
+        # of validation points, with the server's weights
+        line["bound"] = bound
+    return {
+        **line,
+        "bytes_evaluation": union.bytes,
+        "seconds_evaluation": round(time.perf_counter() - began, 4),
+        **algorithm.describe(step.state),
+    }
