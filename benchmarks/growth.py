@@ -7,7 +7,6 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fedmix.errors import DataMissing
 from fedmix.running import evaluate
 from fedmix.running.checkpoint import Checkpoints
 from fedmix.running.loop import rounds
-from fedmix.running.run import make_engine
+from fedmix.running.where import Stage, Where
 from fedmix.settings.build import Experiment, build
 from fedmix.settings.reading import make_recipe, read_recipe
 
@@ -47,7 +46,7 @@ def experiment(method: str, data: Federation, **changes: Any) -> Experiment:
 
 def seconds_a_round(made: Experiment, cohort: int = 0, count: int = 3) -> float:
     algorithm = made.algorithm
-    with closing(make_engine("local", None, made, MemoryStore())) as engine:
+    with Where("local").open(Stage(made, MemoryStore)) as engine:
         steps = rounds(algorithm, engine, algorithm.init(0), 0, len(made.federation), cohort, count + 1)
         return statistics.median([step.seconds for step in steps][1:])
 
@@ -82,7 +81,7 @@ def skipping() -> list[dict[str, Any]]:
         phi[torch.arange(10), torch.arange(10) % 4] = 1.0
         phi[torch.arange(5), (torch.arange(5) + 1) % 4] = 1.0
         object.__setattr__(state, "phi", phi / phi.sum(dim=1, keepdim=True))
-        with closing(make_engine("local", None, made, MemoryStore())) as engine:
+        with Where("local").open(Stage(made, MemoryStore)) as engine:
             steps = list(rounds(algorithm, engine, state, 0, 10, 0, 4))
         seconds = statistics.median([step.seconds for step in steps][1:])
         rows.append(
@@ -142,7 +141,7 @@ def digits() -> list[dict[str, Any]]:
     for name in ("serial", "local"):
         if name == "serial":
             torch.set_num_threads(1)
-        with closing(make_engine(name, None, made, MemoryStore())) as engine:
+        with Where(name).open(Stage(made, MemoryStore)) as engine:
             steps = [step.seconds for step in rounds(algorithm, engine, algorithm.init(0), 0, 20, 0, 6)]
         seconds[name] = statistics.median(steps[1:])
     return [
@@ -155,7 +154,7 @@ def after() -> list[dict[str, Any]]:
     """What comes beside training: divergence in a round of FedMix with K = 4, and prediction with many gates averaged."""
     made = experiment("fedmix", federation(10, 450), **{"fedmix.experts": 4})
     algorithm, state = made.algorithm, made.algorithm.init(0)
-    with closing(make_engine("local", None, made, MemoryStore())) as engine:
+    with Where("local").open(Stage(made, MemoryStore)) as engine:
         last = list(rounds(algorithm, engine, state, 0, 10, 0, 3))[-1]
     before = [subtree(algorithm.broadcast(state, None).tensors, f"expert.{k}") for k in range(4)]
     replies = [reply.message.tensors for reply in last.replies]
@@ -186,7 +185,7 @@ def memory() -> list[dict[str, Any]]:
     for method, k in (("fedavg", 1), ("fedmix", 4)):
         made = experiment(method, federation(10, 450), **{"fedmix.experts": k} if method == "fedmix" else {})
         algorithm = made.algorithm
-        with closing(make_engine("local", None, made, MemoryStore())) as engine:
+        with Where("local").open(Stage(made, MemoryStore)) as engine:
             before = _private(engine._workers[0].process.pid)
             list(rounds(algorithm, engine, algorithm.init(0), 0, 10, 0, 3))
             after = _private(engine._workers[0].process.pid)
@@ -207,7 +206,7 @@ def start() -> list[dict[str, Any]]:
     data = time.perf_counter() - began
     store = MemoryStore()
     began = time.perf_counter()
-    with closing(make_engine("local", None, made, store)) as engine:
+    with Where("local").open(Stage(made, lambda: store)) as engine:
         workers = time.perf_counter() - began
         algorithm = made.algorithm
         first = list(rounds(algorithm, engine, algorithm.init(0), 0, 100, 10, 3))

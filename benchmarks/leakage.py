@@ -46,10 +46,10 @@ def one(recipe: str, method: str, settings: dict[str, dict[str, Any]], seed: int
     """Local and server accuracy in %, how far attacks stay from the truth (total variation), epsilon."""
     trained = fedmix.train(recipe, out=out, resume=True, algorithm=method, seed=seed, **settings)
     audit = fedmix.audit(out)
-    accuracy = trained.summary["accuracy"]
+    accuracy = trained.summary["accuracy"]["test"]
     attacks = [("start", "bias_single_step"), ("start", "bias_normalised"), ("start", "posterior_whole")]
     return [
-        100 * accuracy["local"]["mean"],
+        100 * accuracy["fine_tuned"]["mean"],
         100 * accuracy["server"]["mean"],
         *(distance(audit, *attack) for attack in (*attacks, ("end", "posterior_whole"))),
         audit["protection"]["epsilon"],

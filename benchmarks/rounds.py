@@ -6,14 +6,13 @@ Another recipe, another count: .venv/bin/python benchmarks/rounds.py RECIPE ROUN
 import statistics
 import sys
 import time
-from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
 
 from fedmix.engines.store import MemoryStore
 from fedmix.running.loop import rounds
-from fedmix.running.run import make_engine
+from fedmix.running.where import Stage, Where
 from fedmix.settings.build import build
 from fedmix.settings.reading import read_recipe, shipped
 
@@ -21,7 +20,7 @@ from fedmix.settings.reading import read_recipe, shipped
 def seconds_a_round(recipe: str, algorithm: str, engine: str, count: int) -> list[float]:
     experiment = build(read_recipe(recipe, algorithm))
     seed, clients = experiment.recipe.seed, len(experiment.federation)
-    with closing(make_engine(engine, None, experiment, MemoryStore())) as started:
+    with Where(engine).open(Stage(experiment, MemoryStore)) as started:
         start = experiment.algorithm.init(seed)
         steps = rounds(
             experiment.algorithm, started, start, seed, clients, experiment.recipe.clients_per_round, count + 1

@@ -51,8 +51,8 @@ def main(out: str) -> None:
             algorithm=method,
             **settings,
         )
-        accuracy = run.summary["accuracy"]
-        print(f"{method}: local {accuracy['local']['mean']:.3f}, server {accuracy['server']['mean']:.3f}")
+        accuracy = run.summary["accuracy"]["test"]
+        print(f"{method}: fine-tuned {accuracy['fine_tuned']['mean']:.3f}, server {accuracy['server']['mean']:.3f}")
     experts = fedmix.load(f"{out}/fedmix", model=net)
     readings = plants()["plant-0"]["x"][:5]
     print("experts that plant-0 uses for five readings:")

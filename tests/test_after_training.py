@@ -24,10 +24,10 @@ def test_evaluate_answers_for_old_new_and_unknown_clients(digits_run, capsys):
     assert result.pop("picture") == str(out / "new-clients.png")
     assert result == json.loads((out / "evaluation.json").read_text())
     assert result["algorithm"] == method
-    for kind in ("local", "proxy", "server"):
+    for kind in ("fine_tuned", "as_sent", "server"):
         for measure in ("accuracy", "balanced_accuracy", "nll", "ece"):
             assert set(result[kind][measure]) == {"mean", "std", "worst_decile"}
-    assert 0 <= result["global"]["averaged"]["union"]["accuracy"] <= 1
+    assert 0 <= result["no_identity"]["averaged"]["union"]["accuracy"] <= 1
     assert [row["points"] for row in result["new_clients"]["labelled"]][:2] == [5, 20]
     wanted = {"averaged", "uniform", "pooled", "generative", "distilled"} if method == "fedmix" else {"averaged"}
     assert set(result["new_clients"]["unlabelled"]) == wanted
@@ -181,7 +181,7 @@ def test_on_a_narrow_terminal_numbers_stay_whole(digits_run, capsys, monkeypatch
         with console.capture() as captured:
             console.print(table(result))
         text = captured.get()
-        wanted = result["local"]["accuracy"]["mean"] if command == "evaluate" else None
+        wanted = result["fine_tuned"]["accuracy"]["mean"] if command == "evaluate" else None
         number = (
             f"{100 * wanted:.1f} ±" if wanted is not None else f"{result['guess']['total_variation']['mean']:.3f} ±"
         )

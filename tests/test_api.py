@@ -53,7 +53,7 @@ def test_predictions_of_a_client(trained):
     client = run.client("site-1")
     assert torch.equal(client.predict(data.x), run.client(1).predict(data.x.numpy()))
     accuracy = (client.predict(data.x) == data.y).double().mean().item()
-    assert accuracy == pytest.approx(run.summary["accuracy_of_clients"]["server"]["site-1"])
+    assert accuracy == pytest.approx(run.summary["of_clients"]["test"]["server"]["site-1"])
     assert client.took_part
 
 
@@ -98,7 +98,7 @@ def test_label_counts_are_in_a_clients_predictions_whether_it_took_part_or_not(m
         with torch.no_grad():
             assert torch.allclose(client.module()(x), client.log_prob(x), atol=1e-6)
         accuracy = (client.predict(x) == federation.examples(s, "test").y).double().mean().item()
-        assert accuracy == pytest.approx(run.summary["accuracy_of_clients"]["server"][f"site-{s}"])
+        assert accuracy == pytest.approx(run.summary["of_clients"]["test"]["server"][f"site-{s}"])
 
 
 def test_predictions_for_somebody_who_is_none_of_the_clients(trained):

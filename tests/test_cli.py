@@ -29,8 +29,14 @@ QUICK = [
     "fedmix.experts=2",
 ]
 NEEDED = [
-    *("algorithm", "recipe", "rounds", "seed", "parameters", "bytes_down", "bytes_up", "accuracy.local.mean"),
-    *("accuracy.server.mean", "accuracy.global", "accuracy.local.worst_decile", "clusters.adjusted_rand_index", "q_zs"),
+    *("algorithm", "recipe", "rounds", "seed", "parameters", "bytes_down", "bytes_up", "accuracy.test.fine_tuned.mean"),
+    *(
+        "accuracy.validation.server.mean",
+        "accuracy.test.no_identity",
+        "accuracy.test.fine_tuned.worst_decile",
+        "clusters.adjusted_rand_index",
+        "q_zs",
+    ),
 ]
 
 
@@ -71,7 +77,7 @@ def test_train_prints_json_and_nothing_else(tmp_path):
         assert value is not None, path
     assert len(summary["q_zs"]) == 4
     assert len(summary["q_zs"][0]) == 2
-    assert re.search(r"round 2/2  loss \d+\.\d+  local .*% server .*%  sent", done.stderr)
+    assert re.search(r"round 2/2  loss \d+\.\d+  as sent .*% server .*%  sent", done.stderr)
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [
         "checkpoints", "environment.json", "federation.json", "lock", "metrics.jsonl", "recipe.toml",
         "run.json", "summary.json",
@@ -117,7 +123,7 @@ def test_on_a_terminal_there_is_a_bar_with_loss_accuracy_bytes_and_time_left(tmp
     os.close(server)
     assert running.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"fedmix, seed 0 .* 5/5 loss \d\.\d+  local .*% server .*%  .* MiB \d:\d\d:\d\d", text), text[
+    assert re.search(r"fedmix, seed 0 .* 5/5 loss \d\.\d+ as sent .*% server .*% .* MiB \d:\d\d:\d\d", text), text[
         -500:
     ]
 
@@ -126,12 +132,13 @@ def test_compare_over_seeds_prints_mean_and_deviation_and_the_map(tmp_path, caps
     command = ["compare", "digits-permutation", "--algorithms", "fedmix,fedavg", "--seeds", "0,1", "--rounds", "2"]
     assert fedmix(*command, "--out", str(tmp_path / "c"), "--quiet", *QUICK) == 0
     out = capsys.readouterr().out
-    assert re.search(r"FedMix .* \d+\.\d ± \d+\.\d .* 2 ", out)
+    assert re.search(r"FedMix +test +\d+\.\d ± \d+\.\d ", out)
     assert "q(z|s), client by expert" in out
     assert re.search(r"[░▒▓█]{3}", out)
     assert "2 seeds" in out
     assert fedmix(*command, "--out", str(tmp_path / "c"), "--quiet", "--resume", "--json", *QUICK) == 0
-    rows = json.loads(capsys.readouterr().out)
+    comparison = json.loads(capsys.readouterr().out)
+    rows = comparison["rows"]
     assert [row["seeds"] for row in rows] == [[0, 1], [0, 1]]
 
 

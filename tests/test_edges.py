@@ -15,6 +15,7 @@ from fedmix.errors import ClientError, DataError, ModelError, RunError, SettingE
 from fedmix.rng import stream
 from fedmix.running.directory import RunDirectory
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.settings.build import build
 from fedmix.settings.reading import make_recipe
 
@@ -182,13 +183,13 @@ def test_images_of_bytes_are_normalised_after_loading_too(small_files, tmp_path)
     recipe = make_recipe({}, "fedavg", {"data.source": "mnist"} | changes)
     experiment = build(recipe)
     directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
-    summary = run(experiment, directory, "serial")
+    summary = run(experiment, directory, Where("serial"))
     directory.close()
     index = experiment.federation.parts["test"][3]
     raw, y = experiment.federation.x[index], experiment.federation.y[index]
     accuracy = (fedmix.load(tmp_path / "r").client(3).predict(raw) == y).double().mean().item()
     assert raw.dtype == torch.uint8
-    assert accuracy == pytest.approx(summary["accuracy_of_clients"]["server"]["3"])
+    assert accuracy == pytest.approx(summary["of_clients"]["test"]["server"]["3"])
 
 
 def test_exactly_the_threshold_is_kept_in_spite_of_rounding():
@@ -201,7 +202,7 @@ def test_clusters_are_of_clients_that_took_part(tmp_path):
     settings = {"data.clients": 8, "data.permutations": 2, "clients_per_round": 2, "rounds": 1, "fedmix.experts": 2}
     recipe = make_recipe({}, changes=settings | {"data.shift": "permute-labels", "data.side": "client"})
     directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
-    summary = run(build(recipe), directory, "serial")
+    summary = run(build(recipe), directory, Where("serial"))
     directory.close()
     assert len(summary["clusters"]["found"]) == 2
     assert len(json.loads((tmp_path / "r" / "summary.json").read_text())["q_zs"]) == 8

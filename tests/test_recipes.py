@@ -22,6 +22,6 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, small_fil
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [row["algorithm"] for row in rows] == methods.split(",")
-    assert all(0 <= row["local"]["mean"] <= 1 for row in rows)
+    assert all(0 <= row["test"]["fine_tuned"]["mean"] <= 1 for row in rows)
     assert rows[-1]["gib"]["mean"] == 0
     assert rows[0]["gib"]["mean"] > 3.9 * rows[1]["gib"]["mean"]

@@ -1,7 +1,6 @@
 """fedmix on the shared setting: python ours.py SETTING ENGINE METHOD [key=value ...]"""
 
 import sys
-from contextlib import closing
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from turns import Turns
 from fedmix.data.federation import PARTS, Federation
 from fedmix.engines.store import MemoryStore
 from fedmix.running.loop import rounds
-from fedmix.running.run import make_engine
+from fedmix.running.where import Stage, Where
 from fedmix.settings.build import build
 from fedmix.settings.reading import make_recipe, parse_changes
 
@@ -46,7 +45,7 @@ def main(setting: str, engine: str, method: str, changes: list[str]) -> None:
         torch.set_num_threads(1)
     experiment = build(recipe, federation(setting))
     algorithm, data = experiment.algorithm, dict(np.load(setting))
-    with closing(make_engine(engine, None, experiment, MemoryStore())) as started:
+    with Where(engine).open(Stage(experiment, MemoryStore)) as started:
         turns = Turns()
         for step in rounds(algorithm, started, algorithm.init(0), 0, len(experiment.federation), 0, recipe.rounds):
             turns.stop()

@@ -1,4 +1,4 @@
-"""`check_method`: the laws that every method obeys, for methods of one's own too. As scikit-learn's check_estimator does it.
+"""`check_method` holds any method against the laws that every method obeys, as scikit-learn's check_estimator does.
 
 from fedmix.testing import check_method
 check_method("mine:fedprox", mu=0.1)
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fedmix.catalogue import CATALOGUE
+from fedmix.core.algorithm import Algorithm
 from fedmix.core.mixture import ClientModule
 from fedmix.core.tree import Params, flatten
 from fedmix.core.types import Message, Reply
@@ -35,21 +36,22 @@ NEAR = 1e-5  # how far engines may be apart after three rounds
 
 
 def check_method(method: str | Page, **settings: Any) -> list[str]:
-    """Train a small federation with this method and hold it against every law. Gives the names of the laws it passed.
+    """Train a small federation with this method, and hold it against every law. Gives the names of the laws it passed.
 
-    method: a name, `package.module:name`, or a page. settings: of its own. An AssertionError says what does not hold.
+    method: a name, `package.module:name`, or a page. settings: the method's. An AssertionError says what does not hold.
     """
-    made = _Made(method, settings)
+    trial = _Trial(method, settings)
     for law in LAWS:
         try:
-            law(made)
-        except Exception as error:  # whatever is wrong is said of the law that it breaks
-            told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            raise AssertionError(f"{made.title}: {(law.__doc__ or law.__name__).strip()} {told}".strip()) from error
+            law(trial)
+        except Exception as error:  # whatever goes wrong, the law that it breaks is named
+            what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            words = (law.__doc__ or law.__name__).strip()
+            raise AssertionError(f"{trial.title}: {words} {what}".strip()) from error
     return [law.__name__ for law in LAWS]
 
 
-class _Made:
+class _Trial:
     """Small experiments with one method."""
 
     def __init__(self, method: str | Page, settings: dict[str, Any]) -> None:
@@ -70,57 +72,62 @@ class _Made:
             "model.hidden": [8],
             "training.batch_size": 6,
             "training.client_lr": 0.1,
+            "server.server_lr": 0.02,
+            "evaluation.share_private": True,
+            "checkpoint.every": 1,
         }
-        base |= {"server.server_lr": 0.02, "evaluation.share_private": True, "checkpoint.every": 1}
         recipe = make_recipe({"name": "check"}, self.name, base | self.settings | changes)
         return build(recipe, self.federation, page=self.page)
 
 
 def _blobs(clients: int = 4, points: int = 24) -> Federation:
-    """Clients of different sizes, three classes of points in the plane, moved a little on each client."""
+    """Clients of different sizes with three classes of points in the plane, moved a little on each client."""
     rng = np.random.default_rng(0)
     centres = np.array([[0, 2], [2, 0], [-2, -2]])
-    made = {}
+    sites = {}
     for s in range(clients):
         y = rng.integers(0, 3, size=points + 4 * s)
-        made[f"site-{s}"] = {"x": centres[y] + 0.3 * s + rng.normal(size=(len(y), 2)), "y": y}
-    return Federation.from_clients(made)
+        x = centres[y] + 0.3 * s + rng.normal(size=(len(y), 2))
+        sites[f"site-{s}"] = {"x": x, "y": y}
+    return Federation.from_clients(sites)
 
 
 def _train(experiment: Experiment) -> tuple[list[Round], dict[int, Params]]:
-    store, seed = MemoryStore(), experiment.recipe.seed
-    engine = SerialEngine(experiment.algorithm, experiment.federation, seed, store)
-    state = experiment.algorithm.init(seed)
-    steps = list(
-        rounds(experiment.algorithm, engine, state, seed, len(experiment.federation), 0, experiment.recipe.rounds)
-    )
+    """The rounds of a run, and the clients' private states after it."""
+    algorithm, federation, recipe = experiment.algorithm, experiment.federation, experiment.recipe
+    store, seed = MemoryStore(), recipe.seed
+    engine = SerialEngine(algorithm, federation, seed, store)
+    state = algorithm.init(seed)
+    steps = list(rounds(algorithm, engine, state, seed, len(federation), 0, recipe.rounds))
     return steps, {s: store.get(s) or {} for s in store.clients()}
 
 
-def _same(one: Params, other: Params, near: float = 0.0) -> None:
-    assert one.keys() == other.keys(), f"Names differ: {sorted(one.keys() ^ other.keys())[:5]}."
-    for name, value in one.items():
+def _same(tensors: Params, other: Params, near: float = 0.0) -> None:
+    """Refuse tensors that are more than `near` apart."""
+    assert tensors.keys() == other.keys(), f"Names differ: {sorted(tensors.keys() ^ other.keys())[:5]}."
+    for name, value in tensors.items():
         apart = float((value.double() - other[name].double()).abs().max()) if value.numel() else 0.0
         assert apart <= near, f"{name} differs by {apart:.2g}."
 
 
-def same_seed_same_numbers(made: _Made) -> None:
+def same_seed_same_numbers(trial: _Trial) -> None:
     """The same recipe and seed must give the same numbers."""
-    one, other = (_train(made.experiment()) for _ in range(2))
-    _same(flatten(one[0][-1].state), flatten(other[0][-1].state))
+    first, _ = _train(trial.experiment())
+    again, _ = _train(trial.experiment())
+    _same(flatten(first[-1].state), flatten(again[-1].state))
 
 
-def it_learns(made: _Made) -> None:
+def it_learns(trial: _Trial) -> None:
     """The training loss must fall."""
-    steps, _ = _train(made.experiment(rounds=12))
+    steps, _ = _train(trial.experiment(rounds=12))
     assert steps[-1].loss < 0.9 * steps[0].loss, (
         f"It was {steps[0].loss:.3f} and is {steps[-1].loss:.3f} after 12 rounds."
     )
 
 
-def nothing_given_is_changed(made: _Made) -> None:
+def nothing_given_is_changed(trial: _Trial) -> None:
     """Messages, states and private states must not be changed in place."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
     state, private = algorithm.init(0), algorithm.new_client(0, 0)
     message = algorithm.broadcast(state, 0)
@@ -132,23 +139,22 @@ def nothing_given_is_changed(made: _Made) -> None:
         _same(flat, copy)
 
 
-def private_stays_private(made: _Made) -> None:
+def private_stays_private(trial: _Trial) -> None:
     """What is private or frozen must not be in a message, and bytes must be those of what is placed as shared or expert."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     layout, (steps, privates) = experiment.algorithm.layout, _train(experiment)
     for reply in steps[-1].replies:
         names = set(reply.message.tensors)
-        assert not names & set(privates[reply.client]), (
-            f"{sorted(names & set(privates[reply.client]))} crossed the wire."
-        )
+        crossed = names & set(privates[reply.client])
+        assert not crossed, f"{sorted(crossed)} crossed the wire."
         assert not names & {*layout.private, *layout.frozen}
         counted = sum(value.numel() * value.element_size() for value in reply.message.tensors.values())
         assert reply.message.nbytes == counted
 
 
-def replies_are_as_declared(made: _Made) -> None:
+def replies_are_as_declared(trial: _Trial) -> None:
     """An honest reply must pass the checks, and one with a name too many must not."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     algorithm, data = experiment.algorithm, experiment.federation.examples(1, "train")
     message = algorithm.broadcast(algorithm.init(0), 1)
     reply, _ = algorithm.client_update(message, algorithm.new_client(0, 1), data, stream(0, "x"), None)
@@ -157,9 +163,9 @@ def replies_are_as_declared(made: _Made) -> None:
     assert algorithm.check(message, more) is not None
 
 
-def engines_agree(made: _Made) -> None:
+def engines_agree(trial: _Trial) -> None:
     """Clients side by side must give what each gives alone."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     algorithm, (steps, privates) = experiment.algorithm, _train(experiment)
     tasks = [Task("train", 4, s, algorithm.broadcast(steps[-1].state, s)) for s in sorted(privates)]
     known = [privates[task.client] for task in tasks]
@@ -171,16 +177,15 @@ def engines_agree(made: _Made) -> None:
         _same(after, kept, NEAR)
 
 
-def a_resumed_run_is_one_that_never_stopped(made: _Made) -> None:
+def a_resumed_run_is_one_that_never_stopped(trial: _Trial) -> None:
     """A run that was stopped and resumed must end where one ends that never stopped."""
     ends = []
     with tempfile.TemporaryDirectory() as folder:
         for name, stops in (("whole", [3]), ("resumed", [2, 3])):
             for last in stops:
-                experiment = made.experiment(rounds=last)
-                directory = RunDirectory.open(
-                    Path(folder) / name, experiment.recipe, resume=last != stops[0], overwrite=False
-                )
+                experiment = trial.experiment(rounds=last)
+                goes_on = last != stops[0]
+                directory = RunDirectory.open(Path(folder) / name, experiment.recipe, resume=goes_on, overwrite=False)
                 try:
                     ends.append(run(experiment, directory, Where("serial")))
                 finally:
@@ -191,9 +196,9 @@ def a_resumed_run_is_one_that_never_stopped(made: _Made) -> None:
     assert whole["scores"] == resumed["scores"]
 
 
-def predictions_are_probabilities(made: _Made) -> None:
+def predictions_are_probabilities(trial: _Trial) -> None:
     """log p(y|x, s) must be normalised, and the exported module must give the same."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     algorithm, (steps, privates) = experiment.algorithm, _train(experiment)
     x = experiment.federation.x[:7]
     message = algorithm.broadcast(steps[-1].state, 1)
@@ -204,37 +209,41 @@ def predictions_are_probabilities(made: _Made) -> None:
     assert torch.allclose(exported, log_p, atol=1e-5), "The module gives something else."
 
 
-def adapting_takes_as_long_as_it_is_told(made: _Made) -> None:
+def adapting_takes_as_long_as_it_is_told(trial: _Trial) -> None:
     """A new client must train its private parts, and only those, for as many epochs as it is told."""
-    experiment = made.experiment()
+    experiment = trial.experiment()
     algorithm, data = experiment.algorithm, experiment.federation.examples(0, "train")
     message, new = algorithm.newcomer(algorithm.init(0), True), algorithm.new_client(0, 0)
-    short, long = (algorithm.adapt(message, new, data, stream(0), epochs) for epochs in (1, 20))
+    _, short = algorithm.adapt(message, new, data, stream(0), 1)
+    sent_back, long = algorithm.adapt(message, new, data, stream(0), 20)
     moved = {field.moved_from for field in algorithm.method.reply.values()}
     for name, value in message.tensors.items():
-        assert name in moved or torch.equal(long[0].tensors[name], value), f"{name} was changed."
-    trained = [name for name in new if not torch.equal(new[name], long[1][name])]
-    assert bool(trained) or not algorithm.keeps_something or not any(map(algorithm.method.trains, new)), (
-        "Nothing is trained."
-    )
-    assert not trained or any(not torch.equal(short[1][n], long[1][n]) for n in trained), (
-        "20 epochs are as long as one."
-    )
+        assert name in moved or torch.equal(sent_back.tensors[name], value), f"{name} was changed."
+    trained = [name for name in new if not torch.equal(new[name], long[name])]
+    if trained:
+        longer = any(not torch.equal(short[name], long[name]) for name in trained)
+        assert longer, "20 epochs are as long as one."
+    else:
+        assert not _has_private_parts_to_train(algorithm, new), "Nothing is trained."
 
 
-def sums_are_enough(made: _Made) -> None:
+def _has_private_parts_to_train(algorithm: Algorithm, private: Params) -> bool:
+    return algorithm.keeps_something and any(map(algorithm.method.trains, private))
+
+
+def sums_are_enough(trial: _Trial) -> None:
     """From sums over the cohort the server must come to the same weights, where the method says that sums are enough."""
-    if made.experiment().algorithm.method.needs_clients:
+    if trial.experiment().algorithm.method.needs_clients:
         return
     ends = []
     for how in ("clients", "linear"):
-        steps, _ = _train(made.experiment(**{"server.optimizer": "average", "server.aggregation": how}))
+        steps, _ = _train(trial.experiment(**{"server.optimizer": "average", "server.aggregation": how}))
         state = replace(steps[-1].state, extras={})
         ends.append(flatten(state))
     _same(ends[0], ends[1], NEAR)
 
 
-LAWS: Sequence[Callable[[_Made], None]] = (
+LAWS: Sequence[Callable[[_Trial], None]] = (
     same_seed_same_numbers,
     it_learns,
     nothing_given_is_changed,

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedmix.after import leakage
 from fedmix.after.audit import audit_run
-from fedmix.after.inference import Where
+from fedmix.after.options import Options
 from fedmix.after.restore import restore
 from fedmix.core.privacy import repeatable_noise
 from fedmix.core.tree import subtree
@@ -30,11 +30,12 @@ from fedmix.running.checkpoint import Checkpoints
 from fedmix.running.directory import RunDirectory
 from fedmix.running.releases import FIRST, cohorts
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.schema import read_metrics
 from fedmix.settings.build import build
 from fedmix.settings.reading import make_recipe
 
-SERIAL = Where(engine="serial")
+SERIAL = Options(Where("serial"))
 
 
 def skewed():
@@ -84,7 +85,7 @@ def test_from_a_zero_output_layer_the_marginal_is_exact(method, changes, tmp_pat
     recipe = small_recipe(method, **{"model.name": "own", "rounds": 1}, **changes)
     federation = small_federation()
     directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
-    run(build(recipe, federation, ZeroOutput), directory, "serial")
+    run(build(recipe, federation, ZeroOutput), directory, Where("serial"))
     directory.close()
     result = audit_run(restore(tmp_path / "r", federation, ZeroOutput), SERIAL)
     found = result["attacks"]["start"]["bias_single_step"]
@@ -352,10 +353,10 @@ def test_a_round_that_is_trained_again_counts_twice(tmp_path, monkeypatch):
         patched.setattr(Checkpoints, "save", crash)
         directory = RunDirectory.open(tmp_path / "r", recipe, resume=False, overwrite=False)
         with pytest.raises(KeyboardInterrupt):
-            run(experiment, directory, "serial")
+            run(experiment, directory, Where("serial"))
         directory.close()
     directory = RunDirectory.open(tmp_path / "r", recipe, resume=True, overwrite=False)
-    summary = run(build(recipe, federation), directory, "serial")
+    summary = run(build(recipe, federation), directory, Where("serial"))
     directory.close()
     assert len(read_metrics(tmp_path / "r")) == 3
     assert summary["privacy"]["rounds_of_a_client"] == 4
@@ -380,7 +381,7 @@ def test_the_server_cannot_draw_a_clients_noise_again(tmp_path, engine):
             recipe = small_recipe(**NOISY, **changes, rounds=1)
             out = tmp_path / f"{len(changes)}-{number}"
             directory = RunDirectory.open(out, recipe, resume=False, overwrite=False)
-            made.append((run(build(recipe, federation), directory, engine), load_file(_newest(out))))
+            made.append((run(build(recipe, federation), directory, Where(engine)), load_file(_newest(out))))
             directory.close()
         return made
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import METHODS, small_experiment, small_federation, small_recipe
 
-from fedmix.after.inference import Options, evaluate_run
+from fedmix.after.inference import evaluate_run
+from fedmix.after.options import Options
 from fedmix.after.restore import restore
 from fedmix.core.score import MEASURES, score
 from fedmix.core.vae import VAE
@@ -16,9 +17,10 @@ from fedmix.engines.client import ADAPTED, Task, labelled, perform
 from fedmix.errors import DataError, RunError, SettingError
 from fedmix.running.directory import RunDirectory
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.settings.build import build
 
-SERIAL = Options(engine="serial")
+SERIAL = Options(Where("serial"))
 
 
 def pixels(federation):
@@ -45,7 +47,7 @@ def trained(path, method="fedmix", federation=None, **changes):
     federation = federation or with_new_clients(recipe.data.side)
     directory = RunDirectory.open(path, recipe, resume=False, overwrite=False)
     try:
-        return federation, run(build(recipe, federation), directory, "serial")
+        return federation, run(build(recipe, federation), directory, Where("serial"))
     finally:
         directory.close()
 
@@ -54,11 +56,11 @@ def trained(path, method="fedmix", federation=None, **changes):
 def test_it_says_what_the_summary_says_and_more(method, tmp_path):
     federation, summary = trained(tmp_path / "r", method)
     result = evaluate_run(restore(tmp_path / "r", federation), SERIAL)
-    for kind in ("local", "server"):
-        assert result[kind]["accuracy"] == summary["accuracy"][kind]
-        assert {m: result[kind][m] for m in MEASURES} == summary["scores"][kind]
-    assert result["global"]["averaged"]["union"] == summary["scores"]["global"]
-    assert result["proxy"]["clients"] == 4
+    for kind in ("fine_tuned", "server"):
+        assert result[kind]["accuracy"] == summary["accuracy"]["test"][kind]
+        assert {m: result[kind][m] for m in MEASURES} == summary["scores"]["test"][kind]
+    assert result["no_identity"]["averaged"]["union"] == summary["scores"]["test"]["no_identity"]
+    assert result["as_sent"]["clients"] == 4
     curve = result["new_clients"]["labelled"]
     assert [row["points"] for row in curve] == [5, 20, None]
     sizes = [federation.held_out.size(s) for s in range(2)]
@@ -69,10 +71,10 @@ def test_it_says_what_the_summary_says_and_more(method, tmp_path):
     )
     for row in result["new_clients"]["unlabelled"].values():
         assert row["union"]["points"] == sum(len(part) for part in federation.held_out.parts["test"])
-    assert ("counts" in result) == ("counts" in curve[0]) == (method in ("fedmix", "fedavg"))
+    assert ("label_counts" in result) == ("label_counts" in curve[0]) == (method in ("fedmix", "fedavg"))
     if method == "fedavg":  # nothing private to train: every amount of data gives the server's weights
         assert curve[0]["private_parts"] == curve[-1]["private_parts"]
-        assert curve[0]["finetuned"] != curve[0]["private_parts"]
+        assert curve[0]["fine_tuned"] != curve[0]["private_parts"]
 
 
 def test_a_new_clients_gate_is_trained_once_and_scored_before_and_after_fine_tuning():
@@ -123,13 +125,13 @@ def test_own_label_counts_are_bayes_by_hand(tmp_path):
         return right / len(test.y)
 
     everything = [np.bincount(federation.y[own], minlength=3) for own in federation.parts["train"]]
-    assert result["counts"]["accuracy"]["mean"] == pytest.approx(
+    assert result["label_counts"]["accuracy"]["mean"] == pytest.approx(
         np.mean([by_hand(federation, s, everything[s]) for s in range(4)])
     )
     new = federation.held_out
     mine = [np.bincount(new.y[own], minlength=3) for own in new.parts["train"]]
     curve = result["new_clients"]["labelled"]
-    assert curve[-1]["counts"]["accuracy"]["mean"] == pytest.approx(
+    assert curve[-1]["label_counts"]["accuracy"]["mean"] == pytest.approx(
         np.mean([by_hand(new, s, mine[s]) for s in range(2)])
     )
     few = []  # the five points that a new client's private parts are trained on, too
@@ -137,7 +139,9 @@ def test_own_label_counts_are_bayes_by_hand(tmp_path):
         rng = Task("evaluate", found.experiment.recipe.rounds, s, message).stream(found.experiment.recipe.seed)
         few.append(np.bincount(labelled(new.examples(s, "train"), 5, rng.child("points")).y, minlength=3))
     assert few[0].sum() == curve[0]["points"] == 5
-    assert curve[0]["counts"]["accuracy"]["mean"] == pytest.approx(np.mean([by_hand(new, s, few[s]) for s in range(2)]))
+    assert curve[0]["label_counts"]["accuracy"]["mean"] == pytest.approx(
+        np.mean([by_hand(new, s, few[s]) for s in range(2)])
+    )
 
 
 def test_label_counts_in_training_are_not_counted_twice(tmp_path):
@@ -148,7 +152,7 @@ def test_label_counts_in_training_are_not_counted_twice(tmp_path):
     trained(tmp_path / "r", "fedavg", federation, **{"training.label_counts": True})
     result = evaluate_run(restore(tmp_path / "r", federation), replace(SERIAL, densities=False))
     for measure in ("accuracy", "nll"):
-        assert result["counts"][measure]["mean"] == pytest.approx(result["server"][measure]["mean"], abs=1e-6)
+        assert result["label_counts"][measure]["mean"] == pytest.approx(result["server"][measure]["mean"], abs=1e-6)
 
 
 def test_a_label_that_only_new_clients_have_is_rare_not_certain(tmp_path):
@@ -163,15 +167,15 @@ def test_a_label_that_only_new_clients_have_is_rare_not_certain(tmp_path):
     trained(tmp_path / "r", "fedavg", federation)
     result = evaluate_run(restore(tmp_path / "r", federation), replace(SERIAL, densities=False))
     for row in result["new_clients"]["labelled"]:
-        assert np.isfinite(row["counts"]["nll"]["mean"])
-        assert row["counts"]["accuracy"]["mean"] > 0.3
+        assert np.isfinite(row["label_counts"]["nll"]["mean"])
+        assert row["label_counts"]["accuracy"]["mean"] > 0.3
 
 
 def test_engines_agree_and_a_sample_of_clients_is_a_part_of_them(tmp_path):
     federation, _ = trained(tmp_path / "r")
     found = restore(tmp_path / "r", federation)
     one = evaluate_run(found, SERIAL)
-    other = evaluate_run(found, Options(workers=2))
+    other = evaluate_run(found, Options(Where(workers=2)))
     assert one["server"] == other["server"]
     for kind in ("averaged", "uniform", "pooled", "generative", "distilled"):
         a, b = (result["new_clients"]["unlabelled"][kind]["union"] for result in (one, other))
@@ -225,7 +229,10 @@ def test_without_new_clients_the_union_stands_in_for_them(tmp_path):
     federation, summary = trained(tmp_path / "r", federation=pixels(small_federation()))
     result = evaluate_run(restore(tmp_path / "r", federation), SERIAL)
     assert result["new_clients"]["labelled"] is None
-    assert result["new_clients"]["unlabelled"]["averaged"]["union"]["accuracy"] == summary["accuracy"]["global"]
+    assert (
+        result["new_clients"]["unlabelled"]["averaged"]["union"]["accuracy"]
+        == summary["accuracy"]["test"]["no_identity"]
+    )
     assert "as in the paper" in result["notes"]["new_clients"]
 
 

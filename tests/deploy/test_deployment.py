@@ -89,8 +89,10 @@ def test_a_run_over_sites_gives_the_numbers_of_the_plain_loop(up, tmp_path):
     plain = fedmix("train", "digits-skew", *SMALL, *PRUNED, "--engine", "serial", "--out", str(tmp_path / "serial"))
     assert close(weights(tmp_path / "sites", 3), weights(tmp_path / "serial", 3))
     assert here["bytes_up"] == plain["bytes_up"]
-    assert here["accuracy"]["server"]["mean"] == pytest.approx(plain["accuracy"]["server"]["mean"], abs=1e-3)
-    assert here["accuracy"]["global"] == pytest.approx(plain["accuracy"]["global"], abs=1e-2)
+    assert here["accuracy"]["test"]["server"]["mean"] == pytest.approx(
+        plain["accuracy"]["test"]["server"]["mean"], abs=1e-3
+    )
+    assert here["accuracy"]["test"]["no_identity"] == pytest.approx(plain["accuracy"]["test"]["no_identity"], abs=1e-2)
     lines = [json.loads(line) for line in (tmp_path / "sites" / "metrics.jsonl").read_text().splitlines()]
     assert [line["absent"] for line in lines] == [[], [], []]
     # a client's gate is on its site's disk, and on no other

@@ -175,7 +175,7 @@ def test_fifty_rounds_with_clients_that_fail_at_random(tmp_path):
     assert [line["round"] for line in found] == list(range(1, 51))
     assert killed >= 10
     assert any(line["absent"] for line in found)
-    assert summary["accuracy"]["server"]["mean"] > 0.5
+    assert summary["accuracy"]["test"]["server"]["mean"] > 0.5
     assert census(folder) == before == {}  # everything is gone, and its ports with it
     grown = {name: late[name] - early[name] for name in early}
     print(f"killed {killed}, rounds with absent {sum(bool(line['absent']) for line in found)}, MB grown {grown}")

@@ -37,8 +37,8 @@ def test_three_sites_from_nothing(tmp_path):
     run = tmp_path / "clinic" / "server" / "runs" / "clinic-fedmix-seed0"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["clients"] == 3
-    assert summary["accuracy"]["global"] is None
-    assert "never leave" in summary["notes"]["accuracy.global"]
-    assert summary["accuracy"]["local"]["mean"] > 0.9
+    assert summary["accuracy"]["test"]["no_identity"] is None
+    assert "never leave" in summary["notes"]["accuracy.test.no_identity"]
+    assert summary["accuracy"]["test"]["fine_tuned"]["mean"] > 0.9
     assert len((tmp_path / "north.csv").read_text().splitlines()) == 401
     assert "3 of 3 sites" in done.stdout

@@ -4,8 +4,6 @@ No GPU is needed: on torch's `meta` device a tensor of another device in an oper
 number. Where there is a GPU, a run on it is compared with the CPU.
 """
 
-from contextlib import closing
-
 import pytest
 import torch
 from conftest import METHODS, small_experiment, train_serially
@@ -20,7 +18,7 @@ from fedmix.engines.store import MemoryStore
 from fedmix.errors import SettingError
 from fedmix.rng import stream
 from fedmix.running.loop import rounds
-from fedmix.running.run import check, make_engine
+from fedmix.running.where import Stage, Where
 
 META = torch.device("meta")
 
@@ -79,13 +77,12 @@ def test_bytes_are_normalised_on_the_device():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    experiment = small_experiment()
     with pytest.raises(SettingError, match="--device must be one of cpu, cuda, cuda:N, mps"):
-        check(experiment, "local", None, "gpu")
+        Where(device="gpu")
     if not torch.cuda.is_available():
         for device in ("cuda", "cuda:1", "mps"):
             with pytest.raises(SettingError, match="torch cannot use"):
-                check(experiment, "local", None, device)
+                Where(device=device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -94,7 +91,7 @@ def test_a_device_that_is_not_there_is_refused():
 def test_a_gpu_gives_the_same_numbers(method, engine):
     experiment = small_experiment(method)
     steps, _ = train_serially(experiment)
-    with closing(make_engine(engine, None, experiment, MemoryStore(), "cuda")) as started:
+    with Where(engine, device="cuda").open(Stage(experiment, MemoryStore)) as started:
         algorithm = experiment.algorithm
         there = list(rounds(algorithm, started, algorithm.init(0), 0, len(experiment.federation), 0, 3))
     assert isinstance(started, SerialEngine) == (engine == "serial")

@@ -6,7 +6,8 @@ import torch
 from conftest import METHODS, small_experiment, small_recipe, train_serially
 from torch import nn
 
-from fedmix.after.inference import Options, evaluate_run
+from fedmix.after.inference import evaluate_run
+from fedmix.after.options import Options
 from fedmix.after.restore import restore
 from fedmix.after.trained import load
 from fedmix.core import objective
@@ -16,6 +17,7 @@ from fedmix.data.federation import Federation
 from fedmix.rng import stream
 from fedmix.running.directory import RunDirectory
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.settings.build import build
 
 COUNTED = {"training.label_counts": True}
@@ -124,17 +126,17 @@ def test_without_identity_everybodys_labels_are_put_back(method, tmp_path):
     for counted in (False, True):
         recipe = small_recipe(method, **{"training.label_counts": counted, "rounds": 15, "training.epochs": 3})
         directory = RunDirectory.open(tmp_path / str(counted), recipe, resume=False, overwrite=False)
-        summary = run(build(recipe, federation), directory, "serial")
+        summary = run(build(recipe, federation), directory, Where("serial"))
         directory.close()
-        found[counted] = summary["scores"]["global"]
-        result = evaluate_run(restore(tmp_path / str(counted), federation), Options(engine="serial", densities=False))
-        assert result["global"]["averaged"]["union"] == pytest.approx(found[counted])
+        found[counted] = summary["scores"]["test"]["no_identity"]
+        result = evaluate_run(restore(tmp_path / str(counted), federation), Options(Where("serial"), densities=False))
+        assert result["no_identity"]["averaged"]["union"] == pytest.approx(found[counted])
     assert found[True]["accuracy"] > found[False]["accuracy"] - 0.01
     assert found[True]["nll"] < found[False]["nll"] + 0.01
     loaded, test = load(tmp_path / "True"), torch.from_numpy(np.concatenate(federation.parts["test"]))
     right = (loaded.predict(federation.x[test]) == federation.y[test]).double().mean().item()
     kind = "pooled" if method == "fedmix" else "averaged"
-    assert right == pytest.approx(result["global"][kind]["union"]["accuracy"])
+    assert right == pytest.approx(result["no_identity"][kind]["union"]["accuracy"])
 
 
 class Labelled(nn.Module):

@@ -104,7 +104,7 @@ def test_by_name_on_the_command_line(prox, engine):
     both = fedmix(
         "compare", "digits-skew", "--algorithms", f"fedavg,{prox}", *SMALL, "--set", "own.mu=0.5", "--out", "runs/both"
     )
-    assert [row["title"] for row in json.loads(both.stdout)] == ["FedAvg", "FedProx"]
+    assert [row["title"] for row in json.loads(both.stdout)["rows"]] == ["FedAvg", "FedProx"]
     assert sorted(path.name for path in Path("runs/both").iterdir() if path.is_dir()) == [
         "fedavg-seed0",
         "mine-fedprox-seed0",
@@ -357,8 +357,8 @@ def test_own_state_starts_from_the_models_weights_and_unsaid_predictions_are_non
     given = {"federation": small_federation(), "engine": "serial", "rounds": 1, "evaluation": {"share_private": True}}
     page = Page("Personal", personal)
     run = package.train(algorithm=page, out=tmp_path / "none", **given)
-    assert run.summary["accuracy"]["global"] is None
-    assert "no predictions without client identity" in run.summary["notes"]["accuracy.global"]
+    assert run.summary["accuracy"]["test"]["no_identity"] is None
+    assert "no predictions without client identity" in run.summary["notes"]["accuracy.test.no_identity"]
     notes = package.evaluate(tmp_path / "none", federation=small_federation(), algorithm=page, engine="serial")["notes"]
     assert any("no predictions without client identity" in note for note in notes.values())
 
@@ -370,7 +370,7 @@ def test_own_state_starts_from_the_models_weights_and_unsaid_predictions_are_non
 
     given["evaluation"] = {"share_private": False}  # nothing private is needed for it
     shared = package.train(algorithm=Page("Shared", with_shared), out=tmp_path / "shared", **given)
-    assert shared.summary["accuracy"]["global"] > 0
+    assert shared.summary["accuracy"]["test"]["no_identity"] > 0
     assert shared.predict(small_federation().x[:3]).shape == (3,)
 
 

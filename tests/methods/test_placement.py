@@ -10,6 +10,7 @@ from conftest import METHODS, small_experiment, small_federation, small_recipe, 
 from torch import nn
 
 import fedmix
+from fedmix import schema
 from fedmix.core.placement import digest_of, lay_out
 from fedmix.core.tree import flatten
 from fedmix.core.types import Message
@@ -20,6 +21,7 @@ from fedmix.methods.fedmix import fedmix as mixture
 from fedmix.rng import stream
 from fedmix.running.directory import RunDirectory
 from fedmix.running.run import run
+from fedmix.running.where import Where
 from fedmix.settings.build import build
 
 BACKBONE = 300
@@ -102,7 +104,7 @@ def test_a_warm_start_sends_other_frozen_weights_once():
 def trained(experiment, out):
     directory = RunDirectory.open(out, experiment.recipe, resume=False, overwrite=False)
     try:
-        return run(experiment, directory, "serial")
+        return run(experiment, directory, Where("serial"))
     finally:
         directory.close()
 
@@ -119,10 +121,10 @@ def test_a_warm_start_takes_private_layers_along(tmp_path, start):
     }
     after = trained(small_experiment("local-global", **changes), tmp_path / "lg")
     cold = trained(small_experiment("local-global", rounds=1, **{"training.client_lr": 1e-6}), tmp_path / "cold")
-    reached = before["accuracy"]["server"]["mean"]
+    reached = before["accuracy"]["test"]["server"]["mean"]
     assert reached > 0.8
-    assert after["accuracy"]["server"]["mean"] == pytest.approx(reached, abs=0.02)
-    assert cold["accuracy"]["server"]["mean"] < reached - 0.2
+    assert after["accuracy"]["test"]["server"]["mean"] == pytest.approx(reached, abs=0.02)
+    assert cold["accuracy"]["test"]["server"]["mean"] < reached - 0.2
     assert after["bytes_down"] > cold["bytes_down"]  # the layers were sent, once, and counted
 
 
@@ -297,18 +299,18 @@ def test_run_directories_of_before_are_read_and_go_on(tmp_path, method):
     assert fedmix.load(tmp_path / "r").round == 2
     again = small_experiment(method, rounds=3)
     directory = RunDirectory.open(tmp_path / "r", again.recipe, resume=True, overwrite=False)
-    summary = run(again, directory, "serial")
+    summary = run(again, directory, Where("serial"))
     directory.close()
     assert summary["loss"] == whole["loss"]
     assert summary["scores"] == whole["scores"]
-    assert json.loads((tmp_path / "r" / "run.json").read_text())["schema"] == 2
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["schema"] == schema.VERSION
 
 
 def test_a_run_of_a_later_version_is_refused_in_one_line(tmp_path):
     trained(small_experiment(rounds=1), tmp_path / "r")
     about = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps(about | {"schema": 99}))
-    with pytest.raises(RunError, match="schema 99, and this fedmix knows up to 2; use a newer fedmix"):
+    with pytest.raises(RunError, match="schema 99, and this fedmix knows up to 3; use a newer fedmix"):
         fedmix.load(tmp_path / "r")
     (tmp_path / "r" / "run.json").write_text("{")
     with pytest.raises(RunError, match=r"run\.json must describe the run. It is damaged"):

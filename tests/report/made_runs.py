@@ -33,7 +33,7 @@ def made_up(
     algorithm="fedmix",
     seed=0,
     more="",
-    local=0.8,
+    accuracy=0.8,
 ):
     """A run directory with smooth numbers in it. more: further lines of its recipe."""
     folder.mkdir(parents=True)
@@ -61,10 +61,23 @@ def made_up(
             line |= {"expert_use": [1 / experts] * experts, "experts_returned": [clients] * experts, "warnings": []}
             if t % every == 0:
                 score = {"mean": t / rounds, "std": 0.1, "worst_decile": 0.1}
-                line |= {"accuracy": {"local": score, "server": score, "global": None}, "q_zs": q, "q_zc": q[:2]}
+                validation = {"as_sent": score, "server": score, "no_identity": None}
+                line |= {"accuracy": {"validation": validation}, "q_zs": q, "q_zc": q[:2]}
             file.write(json.dumps(line) + "\n")
-    scores = {"accuracy": {"mean": local, "std": 0.1, "worst_decile": 0.5}, "ece": {"mean": 0.1}, "nll": {"mean": 0.4}}
-    each = {kind: dict.fromkeys(names, local) for kind in ("local", "server")}
-    summary = {"scores": {"local": scores, "server": scores, "global": None}, "accuracy_of_clients": each, "q_zs": q}
+    accuracy = {"mean": accuracy, "std": 0.1, "worst_decile": 0.5}
+    scores = {"accuracy": accuracy, "ece": {"mean": 0.1}, "nll": {"mean": 0.4}}
+    of_clients = dict.fromkeys(names, accuracy["mean"])
+    summary = {
+        "scores": {"test": {"fine_tuned": scores, "server": scores, "no_identity": None}},
+        "accuracy": {
+            "test": {"fine_tuned": accuracy, "server": accuracy, "no_identity": None},
+            "validation": {"as_sent": accuracy, "server": accuracy, "no_identity": None},
+        },
+        "of_clients": {
+            "test": {"fine_tuned": of_clients, "server": of_clients},
+            "validation": {"as_sent": of_clients, "server": of_clients, "no_identity": {}},
+        },
+        "q_zs": q,
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -36,9 +36,11 @@ def browser():
 def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     runs = three_runs(folder / "runs")
-    evaluation = {"local": {"what": "fine-tuned", "accuracy": {"mean": 0.5, "worst_decile": 0.1}, "ece": {"mean": 0.1}}}
+    evaluation = {
+        "fine_tuned": {"what": "fine-tuned", "accuracy": {"mean": 0.5, "worst_decile": 0.1}, "ece": {"mean": 0.1}}
+    }
     row = {"accuracy": {"mean": 0.4, "std": 0.1}}
-    labelled = [{"mean_points": n, "private_parts": row, "finetuned": row} for n in (5, 20, 100)]
+    labelled = [{"mean_points": n, "private_parts": row, "fine_tuned": row} for n in (5, 20, 100)]
     without = {"averaged": {"what": "gates averaged", "clients": {"accuracy": {"mean": 0.3}}}}
     evaluation["new_clients"] = {"labelled": labelled, "unlabelled": without}
     (runs / "fedmix-0" / "evaluation.json").write_text(json.dumps(evaluation))
@@ -166,7 +168,7 @@ def test_the_table_sorts_and_can_be_taken_along(browser, page_file, tmp_path):
         assert page.evaluate(rows) == up[::-1]
         assert page.locator("#table th[aria-sort=descending]").inner_text().startswith("GiB")
         for button, name, words in (
-            ("#csv", "fedmix.csv", '"method","local"'),
+            ("#csv", "fedmix.csv", '"method","fine-tuned, test"'),
             ("#latex", "fedmix.tex", r"\begin{tabular}"),
         ):
             with page.expect_download() as loaded:
@@ -192,8 +194,8 @@ def test_seeds_are_averaged_over_the_same_rounds(browser, tmp_path):
 
 def test_long_names_that_begin_alike_stay_apart_and_every_method_has_its_clients(browser, tmp_path):
     for n in range(3):
-        made_up(tmp_path / "runs" / f"run{n}", more=f'[data]\nside = "{"long " * 20}{n}"\n', local=0.5 + n / 10)
-    made_up(tmp_path / "runs" / "avg", algorithm="fedavg", local=0.3)
+        made_up(tmp_path / "runs" / f"run{n}", more=f'[data]\nside = "{"long " * 20}{n}"\n', accuracy=0.5 + n / 10)
+    made_up(tmp_path / "runs" / "avg", algorithm="fedavg", accuracy=0.3)
     federation = json.loads((tmp_path / "runs" / "avg" / "federation.json").read_text())
     federation["labels"] = ["the same beginning, one", "the same beginning, two"]
     (tmp_path / "runs" / "avg" / "federation.json").write_text(json.dumps(federation))

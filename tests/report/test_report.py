@@ -16,10 +16,12 @@ from made_runs import made_up, three_runs
 
 from fedmix.errors import RunError
 from fedmix.report.figures import draw_figures, table_csv, table_latex
+from fedmix.report.groups import ON, differing, groups, table
 from fedmix.report.page import as_json, report
 from fedmix.report.page_data import page_data
-from fedmix.report.runs import ON, differing, flat, read_runs, glance, groups, table
+from fedmix.report.runs import flat, read_runs
 from fedmix.report.show import sparkline
+from fedmix.report.verdict import glance
 from fedmix.settings.reading import make_recipe, recipe_table
 
 
@@ -34,15 +36,20 @@ def test_seeds_are_one_group_and_the_winner_is_named(runs):
     assert sorted((group.name, len(group.runs)) for group in made) == [("FedAvg", 1), ("FedMix", 2)]
     rows = {row["method"]: row for row in table(made)}
     mixes = [json.loads((runs / f"fedmix-{seed}" / "summary.json").read_text()) for seed in (0, 1)]
-    local = [summary["accuracy"]["local"]["mean"] for summary in mixes]
-    mean, std = sum(local) / 2, abs(local[0] - local[1]) / 2
-    assert rows["FedMix"]["local"] == pytest.approx([100 * mean, 100 * std])
-    assert rows["FedAvg"]["local"][1] is None
+    tuned = [summary["accuracy"]["test"]["fine_tuned"]["mean"] for summary in mixes]
+    mean, deviation = sum(tuned) / 2, abs(tuned[0] - tuned[1]) / 2**0.5  # the sample deviation of two
+    assert rows["FedMix"]["fine-tuned, test"] == pytest.approx([100 * mean, 100 * deviation])
+    assert rows["FedAvg"]["fine-tuned, test"][1] is None
+    server = [summary["accuracy"]["validation"]["server"]["mean"] for summary in mixes]
+    assert rows["FedMix"]["server, validation"][0] == pytest.approx(100 * sum(server) / 2)
     sent = [sum(summary[key] for key in ("bytes_down", "bytes_up")) for summary in mixes]
     assert rows["FedMix"]["GiB"] == pytest.approx(sum(sent) / 2 / 2**30)
-    best = max(rows.values(), key=lambda row: row["local"][0])["method"]
+    best = max(rows.values(), key=lambda row: row["fine-tuned, test"][0])["method"]
     verdict = glance(made)["verdict"]
-    assert verdict.startswith(f"{best} won") or "are level" in verdict
+    assert verdict.startswith(f"{best} against ")
+    assert "one seed, so how much another seed would change is not known" in verdict
+    for words in ("fine-tuned (test)", "as sent (validation)", "server (validation)", "no identity (validation)"):
+        assert words in verdict
     assert glance(made)["wrong"] == []
 
 
@@ -51,7 +58,9 @@ def test_curves_and_maps_are_what_the_metrics_say(runs):
     lines = [json.loads(line) for line in (runs / "fedmix-0" / "metrics.jsonl").read_text().splitlines()]
     (series,) = data["curves"][0]
     assert series["round"] == [1, 2, 3, 4]
-    assert series["server"] == pytest.approx([100 * line["accuracy"]["server"]["mean"] for line in lines], rel=1e-3)
+    assert series["server"] == pytest.approx(
+        [100 * line["accuracy"]["validation"]["server"]["mean"] for line in lines], rel=1e-3
+    )
     sent = [sum(line["bytes_down"] + line["bytes_up"] for line in lines[: t + 1]) / 2**30 for t in range(4)]
     assert series["gib"] == pytest.approx(sent, rel=1e-3)
     (run,) = data["runs"]
@@ -88,7 +97,10 @@ def test_a_setting_that_older_runs_do_not_have_tells_apart_only_what_nothing_els
 def test_what_is_on_or_off_is_named_where_it_is_not_the_default(tmp_path):
     made_up(tmp_path / "a", more="[fedmix]\ngate_through_features = true\n")
     made_up(tmp_path / "b", more="[fedmix]\ngate_through_features = false\n")
-    assert {group.name for group in groups(read_runs([str(tmp_path)]))} == {"FedMix", "FedMix, no gate through features"}
+    assert {group.name for group in groups(read_runs([str(tmp_path)]))} == {
+        "FedMix",
+        "FedMix, no gate through features",
+    }
     switches = {key: value for key, value in flat(recipe_table(make_recipe({}))).items() if isinstance(value, bool)}
     assert [key.split(".")[-1] for key, value in switches.items() if value] == list(ON)
 
@@ -125,18 +137,18 @@ def test_lines_of_a_sweep_are_named_like_groups(tmp_path):
 
 
 def test_a_grid_of_two_settings_is_drawn_against_each_with_other_methods_beside(tmp_path):
-    for eta, experts, local in ((0.0, 2, 0.7), (0.9, 2, 0.6), (0.0, 4, 0.9), (0.9, 4, 0.8)):
+    for eta, experts, accuracy in ((0.0, 2, 0.7), (0.9, 2, 0.6), (0.0, 4, 0.9), (0.9, 4, 0.8)):
         more = f"[fedmix]\neta = {eta}\nexperts = {experts}\n"
-        made_up(tmp_path / f"{eta}-{experts}", more=more, local=local)
-    made_up(tmp_path / "fedavg", algorithm="fedavg", local=0.5)
+        made_up(tmp_path / f"{eta}-{experts}", more=more, accuracy=accuracy)
+    made_up(tmp_path / "fedavg", algorithm="fedavg", accuracy=0.5)
     own = page_data(read_runs([str(tmp_path)]))["sweep"]
     assert list(own["keys"]) == ["fedmix.eta", "fedmix.experts"]
     assert [(line["name"], line["values"]) for line in own["keys"]["fedmix.eta"]] == [
         ("experts 2", [0.0, 0.9]),
         ("experts 4", [0.0, 0.9]),
     ]
-    assert [row["local"][0] for row in own["keys"]["fedmix.experts"][0]["rows"]] == [70, 90]
-    assert [(row["method"], row["local"][0]) for row in own["beside"]] == [("FedAvg", 50)]
+    assert [row["fine-tuned, test"][0] for row in own["keys"]["fedmix.experts"][0]["rows"]] == [70, 90]
+    assert [(row["method"], row["fine-tuned, test"][0]) for row in own["beside"]] == [("FedAvg", 50)]
     made = draw_figures(read_runs([str(tmp_path / "0.0-2"), str(tmp_path / "0.9-2")]), tmp_path / "figures")
     assert {"sweep.svg", "sweep.png", "q-clients-fedmix-eta-0.0.png"} <= set(made)
 
@@ -150,22 +162,24 @@ def cut(folder, rounds):
 
 def test_only_seeds_that_have_ended_are_results(tmp_path):
     for seed in range(3):
-        made_up(tmp_path / f"mix-{seed}", seed=seed, local=0.8 + seed / 100)
-        made_up(tmp_path / f"avg-{seed}", seed=seed, local=0.7, algorithm="fedavg")
+        made_up(tmp_path / f"mix-{seed}", seed=seed, accuracy=0.8 + seed / 100)
+        made_up(tmp_path / f"avg-{seed}", seed=seed, accuracy=0.7, algorithm="fedavg")
     cut(tmp_path / "mix-2", 10)
     made = groups(read_runs([str(tmp_path)]))
     row = table(made)[0]
     assert row["method"] == "FedMix (2 of 3 seeds)"
-    assert row["local"] == pytest.approx([80.5, 0.5])
+    assert row["fine-tuned, test"] == pytest.approx([80.5, 0.5**0.5])
     assert row["GiB"] == pytest.approx(20 * 2 / 1024)
     assert row["rounds"] == 20
     verdict = glance(made)["verdict"]
-    assert verdict.startswith("FedMix won: local accuracy 80.5 ± 0.5 %, 10.5 points before FedAvg")
-    assert "2 of 3 seeds and 3 seeds" in verdict
+    assert verdict.startswith(
+        "FedMix against FedAvg, paired over clients and 2 seeds: fine-tuned (test) FedMix is ahead"
+    )
+    assert "(+10.5 points, +10.0 to +11.0)" in verdict
 
 
 def test_a_copy_is_no_seed_and_another_number_of_rounds_no_seed_either(tmp_path):
-    made_up(tmp_path / "a", local=0.8)
+    made_up(tmp_path / "a", accuracy=0.8)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     made_up(tmp_path / "c", rounds=10, seed=1)
     made = groups(read_runs([str(tmp_path), str(tmp_path / "a")]))
@@ -179,14 +193,15 @@ def test_a_verdict_says_no_more_than_is_known(tmp_path):
     def verdict(*names):
         return glance(groups(read_runs([str(tmp_path / name) for name in names])))["verdict"]
 
-    made_up(tmp_path / "mix0", local=0.80)
-    made_up(tmp_path / "mix1", local=0.84, seed=1)
-    made_up(tmp_path / "avg0", local=0.81, algorithm="fedavg")
-    made_up(tmp_path / "avg1", local=0.815, algorithm="fedavg", seed=1)
+    made_up(tmp_path / "mix0", accuracy=0.80)
+    made_up(tmp_path / "mix1", accuracy=0.84, seed=1)
+    made_up(tmp_path / "avg0", accuracy=0.81, algorithm="fedavg")
+    made_up(tmp_path / "avg1", accuracy=0.815, algorithm="fedavg", seed=1)
     made_up(tmp_path / "else", more='[data]\nsource = "other"\n', algorithm="fedavg")
-    assert "are level, within the spread over seeds" in verdict("mix0", "mix1", "avg0", "avg1")
-    assert "one seed: how much another seed would change is not known" in verdict("mix1", "avg0")
-    assert "nobody won" in verdict("mix0", "else")
+    assert "fine-tuned (test) level (+0.8 points, -1.0 to +2.5)" in verdict("mix0", "mix1", "avg0", "avg1")
+    assert "one seed, so how much another seed would change is not known" in verdict("mix0", "avg0")
+    assert "seeds are not the same, so nobody is said to be ahead" in verdict("mix1", "avg0")
+    assert "nobody is ahead" in verdict("mix0", "else")
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path):
@@ -224,7 +239,7 @@ ODD = {
     "federation.json is not": write("federation.json", '{"clients": 5}'),
     "metrics.jsonl is not": write(
         "metrics.jsonl",
-        '{"round":21,"bytes_down":1,"bytes_up":1,"accuracy":{"local":{"mean":"x"}},"warnings":7,"expert_use":3}\n',
+        '{"round":21,"bytes_down":1,"bytes_up":1,"accuracy":{"validation":{"as_sent":{"mean":"x"}}},"warnings":7,"expert_use":3}\n',
         "a",
     ),
     "after round 20": write("metrics.jsonl", '{"round":21,"bytes_down":null,"bytes_up":1}\n', "a"),
@@ -299,11 +314,17 @@ def test_a_large_run_is_thinned(tmp_path):
 
 def test_figures_and_tables(runs, tmp_path):
     made = draw_figures(read_runs([str(runs)]), tmp_path / "figures")
-    assert {"local-over-rounds.svg", "local-over-gibs.png", "divergence.svg", "clients.png", "table.csv"} <= set(made)
+    assert {
+        "as-sent-over-rounds.svg",
+        "no-identity-over-gibs.png",
+        "divergence.svg",
+        "clients.png",
+        "table.csv",
+    } <= set(made)
     assert all((tmp_path / "figures" / name).stat().st_size > 100 for name in made)
     data = page_data(read_runs([str(runs)]))
     rows = table_csv(data).splitlines()
-    assert rows[0].startswith("method,local,local std,server")
+    assert rows[0].startswith('method,"fine-tuned, test","fine-tuned, test, deviation over seeds","server, test"')
     assert len(rows) == 3
     data["table"][0]["method"] = "50% of a_b & {c}"
     assert r"50\% of a\_b \& \{c\}" in table_latex(data)

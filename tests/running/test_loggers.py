@@ -93,14 +93,17 @@ def expected(run):
 
 
 def check_holds(found, run, exact=1e-12):
-    rounds = {(name, step): value for name, step, value in found if not name.startswith("test/")}
-    assert len(rounds) == sum(not name.startswith("test/") for name, _, _ in found), "a number was sent twice"
+    rounds = {(name, step): value for name, step, value in found if not name.startswith("summary/")}
+    assert len(rounds) == sum(not name.startswith("summary/") for name, _, _ in found), "a number was sent twice"
     assert rounds == pytest.approx(expected(run), rel=exact)
     summary = json.loads((run / "summary.json").read_text())
-    last = {name: value for name, step, value in found if step == summary["rounds"] and name.startswith("test/")}
-    assert last["test/accuracy/local/mean"] == pytest.approx(summary["accuracy"]["local"]["mean"], rel=exact)
-    assert last["test/accuracy/global"] == pytest.approx(summary["accuracy"]["global"], rel=exact)
-    assert last["test/scores/local/ece/mean"] == pytest.approx(summary["scores"]["local"]["ece"]["mean"], rel=exact)
+    test = summary["accuracy"]["test"]
+    last = {name: value for name, step, value in found if step == summary["rounds"] and name.startswith("summary/")}
+    assert last["summary/accuracy/test/fine_tuned/mean"] == pytest.approx(test["fine_tuned"]["mean"], rel=exact)
+    assert last["summary/accuracy/test/no_identity"] == pytest.approx(test["no_identity"], rel=exact)
+    assert last["summary/scores/test/fine_tuned/ece/mean"] == pytest.approx(
+        summary["scores"]["test"]["fine_tuned"]["ece"]["mean"], rel=exact
+    )
 
 
 def test_each_tool_holds_each_number_once_also_when_a_run_goes_on(tmp_path):
@@ -167,11 +170,11 @@ def test_names_are_checked_before_anything_is_trained(tmp_path, monkeypatch):
 
 def test_no_table_and_no_client_is_a_number():
     line = {"round": 3, "loss": 1, "clients": [4, 5], "q_zs": [[0.5, 0.5]], "absent": [{"client": 1, "reason": "late"}]}
-    line |= {"accuracy": {"local": {"mean": 0.5}, "global": None}, "expert_use": [0.25, 0.75]}
+    line |= {"accuracy": {"validation": {"as_sent": {"mean": 0.5}, "no_identity": None}}, "expert_use": [0.25, 0.75]}
     assert numbers_of(line) == {
         "loss": 1.0,
         "absent": 1.0,
-        "accuracy/local/mean": 0.5,
+        "accuracy/validation/as_sent/mean": 0.5,
         "expert_use/0": 0.25,
         "expert_use/1": 0.75,
     }

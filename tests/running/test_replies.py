@@ -16,9 +16,10 @@ from fedmix.engines.client import Absent
 from fedmix.engines.serial import SerialEngine
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
-from fedmix.running import run as run_module
 from fedmix.running.directory import RunDirectory
 from fedmix.running.loop import rounds
+from fedmix.running.run import run
+from fedmix.running.where import ENGINES
 from fedmix.schema import read_metrics
 from fedmix.settings.build import build
 
@@ -183,12 +184,15 @@ def test_refusals_and_absences_are_in_the_metrics(tmp_path, monkeypatch):
     experiment = small_experiment("fedmix", rounds=2)
     lies = iter([LIES["nan"][0], lambda _: Absent("too late")])
 
-    def lying_engine(name, workers, made, store, device):
-        return Lying(made.algorithm, made.federation, made.recipe.seed, store, lie=lambda answer: next(lies)(answer))
+    def lying_engine(_, stage):
+        made = stage.experiment
+        return Lying(
+            made.algorithm, made.federation, made.recipe.seed, stage.store(), lie=lambda answer: next(lies)(answer)
+        )
 
-    monkeypatch.setattr(run_module, "make_engine", lying_engine)
+    monkeypatch.setitem(ENGINES, "local", ENGINES["local"]._replace(start=lying_engine))
     directory = RunDirectory.open(tmp_path / "r", experiment.recipe, resume=False, overwrite=False)
-    run_module.run(build(experiment.recipe, experiment.federation), directory)
+    run(build(experiment.recipe, experiment.federation), directory)
     directory.close()
     first, second = read_metrics(tmp_path / "r")
     assert first["refused"] == [{"client": LIAR, "field": "expert.1.out.weight", "reason": "not finite"}]

@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 from fedmix.core.tree import flatten
 from fedmix.engines.store import MemoryStore
 from fedmix.errors import RunError
+from fedmix.running.carried import Carried
 from fedmix.running.checkpoint import Checkpoints
 from fedmix.running.directory import RunDirectory, commit
 from fedmix.running.run import Stopped, run
+from fedmix.running.where import Where
 from fedmix.schema import read_metrics
 
 FORK = multiprocessing.get_context("fork")
@@ -31,7 +33,7 @@ TIMES = {"seconds", "seconds_evaluation"}
 def train(experiment, path, resume=False, engine="serial", watch=None):
     directory = RunDirectory.open(Path(path), experiment.recipe, resume=resume, overwrite=False)
     try:
-        return run(experiment, directory, engine, 2, watch)
+        return run(experiment, directory, Where(engine, 2), watch)
     finally:
         directory.close()
 
@@ -69,13 +71,13 @@ def test_a_run_directory_explains_itself(method, tmp_path):
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["round"] for line in lines if "accuracy" in line] == [2, 4, 5]
     assert summary["bytes_up"] == sum(line["bytes_up"] for line in lines)
-    for name in ("local", "server"):
-        parts = summary["accuracy"][name]
+    for name in ("fine_tuned", "server"):
+        parts = summary["accuracy"]["test"][name]
         assert 0 <= parts["worst_decile"] <= parts["mean"] <= 1
-        values = list(summary["accuracy_of_clients"][name].values())
+        values = list(summary["of_clients"]["test"][name].values())
         assert parts["mean"] == pytest.approx(sum(values) / 4)
         assert parts["worst_decile"] == min(values)
-    assert 0 <= summary["accuracy"]["global"] <= 1
+    assert 0 <= summary["accuracy"]["test"]["no_identity"] <= 1
     assert (lines[0]["divergence"] is None) == (method == "independent")
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
@@ -111,11 +113,11 @@ def test_the_commit_is_that_of_the_checkout_and_of_nobody_elses(tmp_path):
 
 def test_global_accuracy_is_null_and_says_why_where_private_state_may_not_be_shared(tmp_path):
     summary = train(small_experiment(**{"evaluation.share_private": False}), tmp_path / "a")
-    assert summary["accuracy"]["global"] is None
-    assert "share_private" in summary["notes"]["accuracy.global"]
+    assert summary["accuracy"]["test"]["no_identity"] is None
+    assert "share_private" in summary["notes"]["accuracy.test.no_identity"]
     assert summary["bytes_evaluation"] == 0
     plain = train(small_experiment("fedavg", **{"evaluation.share_private": False}), tmp_path / "b")
-    assert plain["accuracy"]["global"] is not None
+    assert plain["accuracy"]["test"]["no_identity"] is not None
 
 
 def kill_at_random(experiment, path, rng, longest):
@@ -325,7 +327,7 @@ def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path):
     for t, changed in enumerate([[0, 1, 2], [1], [1], [1]], start=1):
         for s in changed:
             store.put(s, {"a": torch.full((2,), float(t))})
-        checkpoints.save(replace(state, round=t), store, {})
+        checkpoints.save(replace(state, round=t), store, Carried())
     files = sorted(path.name for path in (tmp_path / "clients").iterdir())
     assert files == ["0-000001.safetensors", "1-000003.safetensors", "1-000004.safetensors", "2-000001.safetensors"]
     loaded = Checkpoints(tmp_path, keep=2).load_last(experiment.algorithm.state_from)
@@ -340,4 +342,4 @@ def test_warm_start_from_another_run(tmp_path):
     warm = train(small_experiment("fedavg", rounds=1, warm_start=str(tmp_path / "first")), tmp_path / "warm")
     mixed = train(small_experiment("fedmix", rounds=1, warm_start=str(tmp_path / "first")), tmp_path / "mixed")
     assert warm["loss"] < 0.8 * cold["loss"]
-    assert mixed["accuracy"]["server"]["mean"] > cold["accuracy"]["server"]["mean"]
+    assert mixed["accuracy"]["test"]["server"]["mean"] > cold["accuracy"]["test"]["server"]["mean"]

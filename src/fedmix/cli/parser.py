@@ -54,9 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     _recipe_options(train)
     _run_options(train)
     train.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    train.add_argument(
-        "--seed", type=int, metavar="N", help="the seed of data, start and order"
-    )
+    train.add_argument("--seed", type=int, metavar="N", help="the seed of data, start and order")
     train.add_argument("--warm-start", metavar="RUN", help="start from the experts of another run")
 
     compare = _command(commands, "compare", training.compare, "train several methods, print one table")
@@ -142,9 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "split", results.split, "draw who holds what: clients by classes, as a table and a picture"
     )
     _recipe_options(split)
-    split.add_argument(
-        "--seed", type=int, metavar="N", help="the seed of the split (the recipe's own by default)"
-    )
+    split.add_argument("--seed", type=int, metavar="N", help="the seed of the split (the recipe's own by default)")
     split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
     split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
 
@@ -258,9 +254,7 @@ def _deploy_commands(commands: Any) -> None:
 
 def _submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="the seed of start and order"
-    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the seed of start and order")
     parser.add_argument(
         "--wait", type=float, default=600, metavar="S", help="seconds for sites to connect (%(default)s)"
     )
@@ -303,9 +297,7 @@ def _recipe_changes(parser: argparse.ArgumentParser) -> None:
 def _after_options(parser: argparse.ArgumentParser) -> None:
     """Options of commands that look at a run that was trained."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--clients", type=int, default=0, metavar="N", help="this many clients, drawn at random (all)"
-    )
+    parser.add_argument("--clients", type=int, default=0, metavar="N", help="this many clients, drawn at random (all)")
     _engine_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     _data_options(parser)

@@ -144,7 +144,8 @@ def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
             bar.start()  # after the workers were forked: the bar has a thread
         for trouble in totals.take(step.metrics):
             bar.console.print(f"{title}  round {step.done}/{step.total}  {trouble}", style="yellow", markup=False)
-        facts = f"loss {step.metrics['loss']:.3f}  {totals.accuracy}  {size(step.sent)}"
+        # the line must fit 80 columns, time left included
+        facts = f"loss {step.metrics['loss']:.2f} {totals.accuracy} {size(step.sent)}"
         bar.update(task, completed=step.done, total=step.total, facts=facts)
 
     try:

@@ -466,7 +466,7 @@ def private_alone(name: str) -> bool:
 class _Phases:
     """`method.Fit` for one client: the same loop as everybody's, once for each phase of a method's own programme.
 
-    fixed_epochs: whoever fine-tunes or adapts has said how many there are, whatever a phase asks for.
+    fixed_epochs: the client fine-tunes or adapts, and the schedule's epochs count, whatever a phase asks for.
     """
 
     arrival: Arrival

@@ -43,8 +43,7 @@ def mean_log_gate(
 
     log_p_s: log p(s) [S], or log p(s|x) [B, S] (sec:NewShardInf, 'Using a Generative Model').
 
-    With pi_s folded into A_s, one matrix product does for many clients. `chunk` clients are taken at a time, so that memory
-    does not grow with S.
+    With pi_s folded into A_s, one matrix product is enough for `chunk` clients. Memory does not grow with S.
     """
     if not thetas:
         raise ValueError("no client's gate was given to average")

@@ -188,7 +188,7 @@ def train_group(
         with torch.no_grad():
             after, state_after = schedule.optimizer.update(current, grads, state, schedule.factor)
             active = fill.active(step)
-            if active is not None:  # somebody is done, and must not step without points
+            if active is not None:  # a client that is done must not step without points
                 after = _only(active, after, current)
                 state_after = {part: _only(active, tensors, state[part]) for part, tensors in state_after.items()}
                 new_carry = like_tree(carry, _only(active, tensors_of(new_carry), tensors_of(carry)))

@@ -131,7 +131,7 @@ def _like(template: T, branches: Mapping[str, Any]) -> T:
 
 
 def _mapped(tree: T, change: Callable[[str, Tensor], Tensor], prefix: str) -> T:
-    """The same tree with each tensor changed, which is told the path to it."""
+    """A tree of the same form, with change(path, tensor) in place of each tensor."""
     if isinstance(tree, Tensor):
         return change(prefix, tree)  # type: ignore[return-value]
     branches = _branches(tree)

@@ -16,7 +16,7 @@ from fedmix.deploy.serve import LINK, flower
 from fedmix.errors import RunError
 from fedmix.running.directory import InUse, RunDirectory
 from fedmix.running.run import Progress, sent_in
-from fedmix.schema import FAILURE, read_metrics
+from fedmix.schema import FAILURE, Summary, read_metrics, read_summary
 from fedmix.settings.reading import dump_recipe
 from fedmix.settings.recipe import Recipe
 
@@ -68,7 +68,7 @@ class Submission:
     watch: Callable[[Progress], None]
     say: Callable[[str], None]
 
-    def train(self, resume: bool, overwrite: bool) -> dict[str, Any]:
+    def train(self, resume: bool, overwrite: bool) -> Summary:
         """Train to the end, and give the summary. Ctrl-C stops the run at the server; it can be resumed."""
         opened(self.out, self.recipe, resume, overwrite).close()
         last_round, tries = self._last_round(), 0
@@ -82,9 +82,7 @@ class Submission:
                 raise RunError(f"{self.out}: the run was lost {TRIES} times without a round in between; see flwr log.")
             self.say(f"the server lost the run after round {last_round}; it goes on from there")
 
-    to_its_end = train  # fedmix.cli still calls it by this name
-
-    def _attempt(self, last_round: int) -> tuple[dict[str, Any] | None, int]:
+    def _attempt(self, last_round: int) -> tuple[Summary | None, int]:
         """Hand the run over and follow it, as `_follow` does. Ctrl-C stops it at the server."""
         (self.out / FAILURE).unlink(missing_ok=True)
         with _interrupt_later() as interrupted:
@@ -141,7 +139,7 @@ class Submission:
         answer = flower(self.folder, "run", app, LINK, "-c", config)
         return str(answer["run-id"])
 
-    def _follow(self, number: str, last_round: int) -> tuple[dict[str, Any] | None, int]:
+    def _follow(self, number: str, last_round: int) -> tuple[Summary | None, int]:
         """Watch a run, and give its summary, or None if the server lost it; and the last round that was seen."""
         quiet_since = time.monotonic()
         while True:
@@ -167,13 +165,9 @@ class Submission:
                 self.watch(Progress(last_round, self.recipe.rounds, line, sent_in(lines[: i + 1])))
         return last_round
 
-    def _summary_after(self, last_round: int) -> dict[str, Any] | None:
+    def _summary_after(self, last_round: int) -> Summary | None:
         """Read the summary, if this was the last round of all and the summary is written."""
-        file = self.out / "summary.json"
-        if last_round != self.recipe.rounds or not file.exists():
-            return None
-        summary: dict[str, Any] = json.loads(file.read_text())
-        return summary
+        return read_summary(self.out) if last_round == self.recipe.rounds else None
 
     def _raise_if_it_failed(self, number: str) -> None:
         why = self._failure(number)

@@ -18,7 +18,7 @@ Where = list[Any]  # [name, dtype, shape, offset]: JSON
 
 
 class Arena:
-    """A file in memory, without a name, that forked processes share. It grows with its tensors, and ends with the processes."""
+    """A file in memory, without a name, that forked processes share. It grows with its tensors, and ends with them."""
 
     def __init__(self) -> None:
         shm = Path("/dev/shm")
@@ -55,7 +55,7 @@ class Arena:
         return offset
 
     def _reserve(self) -> None:
-        """Take the memory now: a process that writes to a file with promised memory only is killed when there is none."""
+        """Take the memory now: writing to a file that was only promised memory kills the process when there is none."""
         self._file.truncate(self._size)
         if not hasattr(os, "posix_fallocate"):
             return

@@ -160,7 +160,7 @@ def perform_group(
     privates: Sequence[Private],
     device: torch.device = CPU,
 ) -> list[Answer]:
-    """`perform` for several clients with tasks of one kind: side by side where the method can, else one after the other."""
+    """`perform` for several clients with tasks of one kind, side by side where the method can, else one by one."""
     if len(tasks) > 1 and side_by_side(algorithm, clients, tasks):
         return _perform_together(algorithm, clients, seed, tasks, privates, device)
     return [
@@ -242,7 +242,7 @@ def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread, as in a worker: sums have the same order whatever the number of cores, and no thread waits for another."""
+    """One thread, as in a worker: sums have the same order whatever the number of cores, and no thread waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

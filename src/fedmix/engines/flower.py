@@ -1,8 +1,8 @@
 """Clients on other machines: Flower carries messages, everything else is fedmix's.
 
-A node is one of Flower's SuperNodes. It serves one client or many. All orders to it go in one message, which holds a tensor
-that several clients are sent only once. Clients' private states stay where the clients are: the server only names the round
-whose state each of them is to start from.
+A node is one of Flower's SuperNodes. It serves one client or many. Its orders go in one message, in which a tensor for
+several clients is only once. Clients' private states stay where the clients are: the server only names the round whose
+state each of them is to start from.
 """
 
 import importlib
@@ -34,7 +34,7 @@ ASK = "train"  # Flower's kind of message
 
 
 def flwr() -> Any:
-    """Flower's classes, or an error that says how to get them. Its telemetry and its checks for updates are switched off."""
+    """Flower's classes, or an error that says how to get them. Its telemetry and its update check are switched off."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     try:
@@ -46,7 +46,7 @@ def flwr() -> Any:
 
 @dataclass(frozen=True)
 class Order:
-    """What one client behind a node is asked to do: a task, and the round whose private state it starts from (0: a new one)."""
+    """What one client behind a node is asked: a task, and the round whose private state it starts from (0: a new one)."""
 
     task: Task
     state: int
@@ -237,7 +237,7 @@ def parcel(content: Any, node: int, group: str, ttl: float | None = None, kind: 
 
 
 class RemoteStore:
-    """Clients' private states, which are on other machines. Here it is known who took part, and which round's state counts."""
+    """Clients' private states, which are on other machines. Here is only who took part, and which round's state counts."""
 
     def __init__(self, fetch: Callable[[Sequence[int]], list[Private]]) -> None:
         self.rounds: dict[int, int] = {}

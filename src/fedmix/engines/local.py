@@ -1,8 +1,8 @@
 """Clients side by side on all cores of this machine: worker processes with one torch thread each, started once.
 
 A worker takes whole clients: one at a time, or a group of them side by side where the model is small. Who is in a group
-depends on the tasks alone, so the numbers do not depend on how many workers there are. Weights cross in shared memory: what
-the server sends is laid down once for all clients of a round. Pipes carry only a few words of JSON.
+depends on the tasks alone, so the numbers do not depend on how many workers there are. Weights cross in shared memory:
+what the server sends is laid down once for all clients of a round. Pipes carry only a few words of JSON.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -84,7 +84,7 @@ class LocalEngine(StatesHere):
         return [answers[task.client] for task in tasks]
 
     def _dispatch(self, groups: Sequence[Sequence[Task]]) -> Iterator[tuple[Sequence[Task], list[Answer]]]:
-        """Groups of tasks with their answers, as workers give them. A worker that has answered gets another group at once."""
+        """Groups of tasks with their answers, as they come. A worker that has answered gets another group at once."""
         orders = [self._orders(group) for group in groups]
         waiting = list(range(len(groups)))[::-1]
         busy: dict[_Worker, int] = {}
@@ -187,8 +187,9 @@ class _Worker:
     def _died(self, tasks: Sequence[Task]) -> ClientError:
         self.process.join(timeout=5)
         code = self.process.exitcode
-        by_signal = code is not None and code < 0
-        how = f"killed by {signal.Signals(-code).name}" if by_signal else f"exit status {code}"
+        how = f"exit status {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
         return ClientError(
             f"{who}, round {tasks[0].round}: the worker process died ({how}). If memory ran out, use fewer --workers; the "
@@ -206,9 +207,9 @@ class _Worker:
 
 
 def _keep_freed_memory() -> None:
-    """Let the process keep freed memory, where glibc can be told so, instead of giving it back to the system page by page.
+    """Let the process keep freed memory, where glibc can be told so, and not give it back to the system page by page.
 
-    Every step frees its activations and asks for as much memory again.
+    Every step frees its activations and then asks for as much memory again.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -230,18 +231,15 @@ def _serve(
     _become_worker(servers_ends)
     if device != CPU:
         clients = clients.to(device)
+    perform = partial(perform_group, algorithm, clients, seed, device=device)
     while True:
         try:
             orders = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        tasks = [_task(order, down) for order in orders]
-        privates = [down.take(order["private"], copy=False) for order in orders]
-        up.clear()
         answer: list[dict[str, Any]] | str
         try:
-            performed = perform_group(algorithm, clients, seed, tasks, privates, device)
-            answer = [_laid(task, *outcome, up) for task, outcome in zip(tasks, performed, strict=True)]
+            answer = _follow(orders, down, up, perform)
         except FedmixError as error:
             answer = str(error)
         try:
@@ -258,6 +256,20 @@ def _become_worker(servers_ends: list[Connection]) -> None:
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     _keep_freed_memory()
+
+
+def _follow(
+    orders: Sequence[dict[str, Any]],
+    down: Arena,
+    up: Arena,
+    perform: Callable[[Sequence[Task], Sequence[Private]], list[Answer]],
+) -> list[dict[str, Any]]:
+    """The answers to orders, both as JSON, with their tensors in shared memory."""
+    tasks = [_task(order, down) for order in orders]
+    privates = [down.take(order["private"], copy=False) for order in orders]
+    up.clear()
+    answers = perform(tasks, privates)
+    return [_laid(task, *answer, up) for task, answer in zip(tasks, answers, strict=True)]
 
 
 def _task(order: dict[str, Any], down: Arena) -> Task:

@@ -23,7 +23,7 @@ class Site:
 
     clients: the data that is here.
     share: whether private states may leave, for evaluation without identity.
-    keep: whether this is a real site: what clients are sent is kept for predictions, what their errors quote stays here.
+    keep: whether this is a real site: it keeps what clients are sent for predictions, and what their errors quote.
     """
 
     algorithm: Algorithm

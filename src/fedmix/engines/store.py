@@ -39,7 +39,7 @@ class Store(Protocol):
 
 
 class StatesHere:
-    """For engines whose store holds the clients' states: a checkpoint has them, and there is nothing else to remember."""
+    """For engines whose store holds the clients' states: a checkpoint has them, there is nothing else to remember."""
 
     def memory(self) -> dict[str, Any]:
         return {}
@@ -77,7 +77,7 @@ class MemoryStore:
 
 
 class DiskStore:
-    """Private states on disk, a safetensors file for each client: memory does not grow with the clients that took part."""
+    """Private states on disk, a safetensors file for each client, so that memory does not grow with their number."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

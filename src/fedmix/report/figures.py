@@ -265,14 +265,18 @@ def _cells(data: dict[str, Any]) -> list[list[Any]]:
 
 
 def table_csv(data: dict[str, Any]) -> str:
-    pairs = {c for c in data["columns"] if any(isinstance(row[c], list) for row in data["table"])}
+    """The table with a column for the deviation beside every figure that is over seeds."""
+    over_seeds = {column for column in data["columns"] if any(isinstance(row[column], list) for row in data["table"])}
+    head = ["method"]
+    for column in data["columns"]:
+        head += [column, f"{column}, deviation over seeds"] if column in over_seeds else [column]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", *(name for c in data["columns"] for name in ([c, f"{c}, deviation over seeds"] if c in pairs else [c]))])
+    writer.writerow(head)
     for row in data["table"]:
         cells: list[Any] = [row["method"]]
-        for c in data["columns"]:
-            cells += (row[c] or [None, None]) if c in pairs else [row[c]]
+        for column in data["columns"]:
+            cells += (row[column] or [None, None]) if column in over_seeds else [row[column]]
         writer.writerow(["" if cell is None else cell for cell in cells])
     return out.getvalue()
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedmix.catalogue import TITLES
-from fedmix.report.runs import Run
+from fedmix.report.runs import Run, part_of
 from fedmix.report.statistics import OverSeeds, over_seeds
 from fedmix.report.words import GIB
+from fedmix.schema import METRICS
 
 ON = ("gate_through_features",)  # switches that are on by default
 
@@ -149,11 +150,15 @@ def _row(group: Group) -> dict[str, Any]:
     for column, (kind, measure, what, factor) in TEST_COLUMNS.items():
         row[column] = _cell(over_seeds([run.final(kind, measure, what) for run in group.runs]), factor)
     for column, kind in VALIDATION_COLUMNS.items():
-        row[column] = _cell(over_seeds([run.validation(kind) for run in shown]), 100)
+        row[column] = _cell(over_seeds([_validation(run, kind) for run in shown]), 100)
     row["rounds"] = max((run.lines[-1]["round"] for run in shown if run.lines), default=0)
     row["GiB"] = sum(run.bytes for run in shown) / GIB / len(shown)
     row["minutes"] = sum(run.seconds for run in shown) / 60 / len(shown)
     return row
+
+
+def _validation(run: Run, kind: str) -> float | None:
+    return part_of(run, METRICS, lambda run: run.validation(kind), None)
 
 
 def _cell(value: OverSeeds, factor: float) -> list[float | None] | None:

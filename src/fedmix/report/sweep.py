@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fedmix.report.comparison import Sweep, SweepRow
-from fedmix.report.tables import add_result_columns, caption, result_cells
+from fedmix.report.tables import add_result_columns, caption, result_cells, rounds_words
 from fedmix.report.words import percent
 from fedmix.schema import VALIDATION_KINDS, WORDS
 
@@ -19,7 +20,7 @@ SENT = "GiB sent, down and up"
 
 def sweep_table(sweep: Sweep) -> RenderableType:
     rows = sweep["rows"]
-    table = Table(title=Text(f"{rows[0]['recipe']}: a sweep"))
+    table = Table(title=Text(f"{rows[0]['recipe']}: a sweep, {rounds_words(rows)}"), box=box.SIMPLE_HEAD)
     several = len(rows[0]["settings"]) > 1
     for key in (*(["no."] if several else []), *rows[0]["settings"]):
         table.add_column(key)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,13 +21,14 @@ WITH_LABELS = {  # what a new client may do with the labelled points it has
     "fine_tuned": "then fine-tuned",
 }
 # columns after the name of a method, or after the settings of a sweep
-RESULT_COLUMNS = ("data", *(WORDS[kind] for kind in KINDS), "worst decile", "rounds", "GiB")
+RESULT_COLUMNS = ("data", *(WORDS[kind] for kind in KINDS), "worst decile", "GiB")
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
     """The paper's table (tab:acc_comm_res), with server accuracy and the worst decile, and validation figures below."""
     rows = comparison["rows"]
-    table = Table(title=Text(f"{rows[0]['recipe']}: accuracy and communication"))
+    title = f"{rows[0]['recipe']}: accuracy and communication, {rounds_words(rows)}"
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD)
     table.add_column("method")
     add_result_columns(table)
     clusters = any("adjusted_rand_index" in row for row in rows)
@@ -43,9 +45,15 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
+def rounds_words(rows: Sequence[SeedsRow]) -> str:
+    """How many rounds these runs have; a recipe may give its methods different numbers of them."""
+    counts = sorted({row["rounds"] for row in rows})
+    return " or ".join(f"{count:,}" for count in counts) + " rounds"
+
+
 def add_result_columns(table: Table) -> None:
     for column in RESULT_COLUMNS:
-        table.add_column(column, justify="left" if column == "data" else "right", no_wrap=column in ("data", "GiB"))
+        table.add_column(column, justify="left" if column == "data" else "right")
 
 
 def result_cells(row: SeedsRow) -> tuple[list[str], list[str]]:
@@ -53,8 +61,8 @@ def result_cells(row: SeedsRow) -> tuple[list[str], list[str]]:
     gib = row["gib"]["mean"] or 0.0
     test = ["test", *(_accuracy_cell(row["test"], kind) for kind in KINDS)]
     validation = ["validation", *(_accuracy_cell(row["validation"], kind) for kind in KINDS)]
-    spent = [str(row["rounds"]), f"{gib:.4f}" if gib < 1 else f"{gib:.2f}"]
-    return [*test, percent(row["worst_decile"]), *spent], validation
+    sent = f"{gib:.4f}" if gib < 1 else f"{gib:.2f}"
+    return [*test, percent(row["worst_decile"]), sent], validation
 
 
 def _accuracy_cell(of_kinds: Mapping[str, OverSeeds], kind: str) -> str:

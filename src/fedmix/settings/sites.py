@@ -38,7 +38,9 @@ class Agreed:
     labels: list[str] = field(default_factory=list)  # what classes are called in the files; none: 0, 1, 2, ...
     mean: list[float] = field(default_factory=list)  # of images of bytes, channel by channel, as shares of 255
     std: list[float] = field(default_factory=list)
-    columns: list[dict[str, Any]] = field(default_factory=list)  # of tables: how they become numbers (data.user_files.table)
+    columns: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of tables: how they become numbers (data.user_files.table)
     kinds: list[str] = field(default_factory=list)  # the values of side information, with data.side = "column"
 
     def __post_init__(self) -> None:

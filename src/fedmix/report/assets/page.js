@@ -115,7 +115,7 @@ function table() {
   const best = {};
   for (const [column, lower] of Object.entries(data.judged)) {
     const known = data.table.map(row => value(row, column)).filter(v => v !== null);
-    if (knmembers.length > 1) best[column] = lower ? Math.min(...known) : Math.max(...known);
+    if (known.length > 1) best[column] = lower ? Math.min(...known) : Math.max(...known);
   }
   const head = element("tr");
   for (const column of columns) {
