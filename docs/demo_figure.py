@@ -38,7 +38,7 @@ def draw(runs: Path, out: Path) -> None:
     for method, name, colour in (("fedmix", "FedMix, K = 4", "#0072B2"), ("fedavg", "FedAvg", "#D55E00")):
         points = [line for line in lines_of(runs / f"{method}-seed0") if "accuracy" in line]
         rounds = [line["round"] for line in points]
-        accuracy = [100 * line["accuracy"]["server"]["mean"] for line in points]
+        accuracy = [100 * line["accuracy"]["validation"]["server"]["mean"] for line in points]
         axes[-1].plot(rounds, accuracy, marker="o", color=colour, label=name)
         axes[-1].annotate(
             name, (rounds[-1], accuracy[-1]), xytext=(0, -20), textcoords="offset points", ha="right", color=colour

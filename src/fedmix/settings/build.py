@@ -1,6 +1,7 @@
-"""Names -> objects: models and methods by name; data in `federate`."""
+"""Models and methods from the names that a recipe gives them. `federate` does the same for data."""
 
 import ast
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -29,10 +30,11 @@ from fedmix.settings.recipe import OWN, ModelSettings, Recipe
 from fedmix.settings.tables import settings_from
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "resnet20": ResNet20}
-
+Factory = Callable[[], nn.Module]
+# A model that was handed over: what builds one, or the module itself.
+Given = Factory | nn.Module | None
 
 EQUAL_START = "the experts start from the same weights, told apart by a little noise on what is trained"
-Given = Callable[[], nn.Module] | nn.Module | None  # a model that was handed over
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,24 @@ def build(
     federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
     example = federation.inputs(torch.arange(2))
     built = build_model(recipe.model, example, federation.classes, model, recipe.training.precision)
-    found = find_page(recipe.algorithm, page)
-    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, found)
-    return Experiment(recipe, federation, built, algorithm, found)
+    method_page = find_page(recipe.algorithm, page)
+    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, method_page)
+    return Experiment(recipe, federation, built, algorithm, method_page)
 
 
 def revive(
     recipe: Recipe, about: Mapping[str, Any], model: Given = None, page: Page | None = None
 ) -> tuple[Model, Algorithm]:
-    """Model and method of a run, from its recipe and what federation.json says of its data."""
+    """The model and the method of a run, from its recipe and what federation.json says about its data."""
     example = torch.zeros(2, *about["input"])
     built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision)
-    found = find_page(recipe.algorithm, page)
-    return built, build_algorithm(recipe, built, len(about["clients"]), about["categories"], example, found)
+    method_page = find_page(recipe.algorithm, page)
+    clients, categories = len(about["clients"]), about["categories"]
+    return built, build_algorithm(recipe, built, clients, categories, example, method_page)
 
 
 def find_page(name: str, given: Page | None = None) -> Page:
-    """A method's page: shipped, handed over, or by the name of something that can be imported."""
+    """A method's page: a shipped one, the one that was handed over, or one that is imported by its name."""
     if name in CATALOGUE:
         return shipped_page(name)
     if name == OWN:
@@ -86,16 +89,17 @@ def find_page(name: str, given: Page | None = None) -> Page:
                 "fedmix.load(RUN, algorithm=...)."
             )
         return given
-    found = named_object(name, "algorithm")
-    if not isinstance(found, Page):
-        raise SettingError(f"algorithm must name a fedmix.methods.Page. {name!r} is a {type(found).__name__}.")
-    return found
+    imported = named_object(name, "algorithm")
+    if not isinstance(imported, Page):
+        raise SettingError(f"algorithm must name a fedmix.methods.Page. {name!r} is a {type(imported).__name__}.")
+    return imported
 
 
 def code_of(page: Page) -> str:
-    """A digest of the file that a method of one's own is written in, without comments; "" of what cannot be read."""
+    """A digest of the file in which the user's own method is written, without its comments; "" if it cannot be read."""
     try:
-        tree = ast.parse(inspect.getsource(inspect.getmodule(page.build) or page.build))
+        source = inspect.getsource(inspect.getmodule(page.build) or page.build)
+        tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):
         return ""
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
@@ -104,8 +108,10 @@ def code_of(page: Page) -> str:
 def build_algorithm(
     recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor, page: Page
 ) -> Algorithm:
+    """The method of a recipe for this model, this many clients and this many values of side information."""
     settings = recipe.method_settings
     if isinstance(settings, dict):
+        # The user's own method: its settings are a plain table, and nobody has checked them yet.
         settings = settings_from(page.settings, settings, "own")
         page.check(settings, recipe.server, recipe.privacy)
     setup = Setup(model, clients, categories, recipe.rounds, recipe.training, recipe.server, recipe.privacy, example)
@@ -119,29 +125,38 @@ def build_model(
     given: Given = None,
     precision: str = "float32",
 ) -> Model:
-    if isinstance(given, nn.Module):
-        factory: Callable[[], nn.Module] = partial(
-            _copy_of if start_of(given, settings) == "given" else _fresh_copy, given
-        )
-    elif given is not None:
+    """The model that was handed over, or else the one that [model] names."""
+    if given is None:
+        factory = _factory_by_name(settings, tuple(example.shape[1:]), classes)
+    elif isinstance(given, nn.Module):
+        factory = _factory_of_copies(given, settings)
+    else:
         factory = given
-    elif settings.name in MODELS:
-        factory = _named_model(settings, tuple(example.shape[1:]), classes)
-    elif settings.name == OWN:
+    return Model(factory, settings.output, example, classes, precision)
+
+
+def _factory_of_copies(module: nn.Module, settings: ModelSettings) -> Factory:
+    keeps_weights = start_of(module, settings) == "given"
+    return partial(copy.deepcopy if keeps_weights else _fresh_copy, module)
+
+
+def _factory_by_name(settings: ModelSettings, shape: tuple[int, ...], classes: int) -> Factory:
+    if settings.name in MODELS:
+        return _shipped_model(settings, shape, classes)
+    if settings.name == OWN:
         raise SettingError(
             "this run's model was handed over in Python; hand it over again: fedmix.load(RUN, model=...), or to go on "
             "fedmix.train(model=..., out=RUN, resume=True)."
         )
-    elif ":" in settings.name:
-        factory = partial(named_object(settings.name, "model.name"), **settings.args)
-    else:
-        raise SettingError(one_of("model.name", settings.name, [*MODELS, "package.module:name"]))
-    return Model(factory, settings.output, example, classes, precision)
+    if ":" in settings.name:
+        return partial(named_object(settings.name, "model.name"), **settings.args)
+    raise SettingError(one_of("model.name", settings.name, [*MODELS, "package.module:name"]))
 
 
-def _named_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
-    """One of our own models for inputs of this shape; what the recipe leaves out is the model's own."""
-    given = {name: getattr(settings, name) for name in ("hidden", "channels", "dropout") if getattr(settings, name)}
+def _shipped_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) -> Factory:
+    """One of the shipped models for inputs of this shape; sizes that the recipe leaves out are the model's defaults."""
+    sizes = {"hidden": settings.hidden, "channels": settings.channels, "dropout": settings.dropout}
+    given: dict[str, Any] = {name: values for name, values in sizes.items() if values}
     if settings.name == "mlp":
         return partial(mlp, int(np.prod(shape)), classes, **given)
     if len(shape) != 3 or min(shape[1:]) < 16:
@@ -152,21 +167,16 @@ def _named_model(settings: ModelSettings, shape: tuple[int, ...], classes: int) 
 
 
 def start_of(module: nn.Module, settings: ModelSettings) -> str:
-    """Whether a module that was handed over brings its weights along. Whoever freezes some has trained them before."""
+    """What a module that was handed over starts from: the weights that it has ("given"), or new ones ("random").
+
+    Unless the settings say it: somebody who freezes some of the weights has trained them before.
+    """
     frozen = any(not value.requires_grad for value in module.parameters())
     return settings.start or ("given" if frozen else "random")
 
 
-def _copy_of(module: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(module)
-
-
 def _fresh_copy(module: nn.Module) -> nn.Module:
     """A copy of a module with new random parameters: experts must start differently."""
-    import copy
-
     fresh = copy.deepcopy(module)
     for name, layer in fresh.named_modules():
         if next(layer.parameters(recurse=False), None) is None:

@@ -1,12 +1,16 @@
-"""A recipe's [data] -> a federation: source, split, shift, parts. It depends on the seed alone, not on method or engine."""
+"""The federation that a recipe's [data] describes: source, split, shift, parts.
+
+It depends on the seed alone, not on method or engine.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,11 +25,14 @@ from fedmix.settings.importing import named_object
 from fedmix.settings.recipe import NATURAL, OWN, SITES, DataSettings
 from fedmix.settings.tables import typed
 
+# A client's points to train, to validate and to test.
+_ThreeParts = tuple[Indices, Indices, Indices]
+
 
 def build_federation(
     settings: DataSettings, seed: int, data_dir: str | None = None, only_sizes: bool = False
 ) -> Federation:
-    """The federation of a recipe. only_sizes: from a data set's published sizes, where its files are not at hand."""
+    """The federation of a recipe. only_sizes: made up from a data set's published sizes, without its files."""
     if settings.source == OWN:
         raise SettingError(
             "this run's data was handed over in Python; go on there: fedmix.train(federation=..., out=RUN, resume=True)."
@@ -40,36 +47,38 @@ def build_federation(
 
 
 def _from_function(settings: DataSettings, seed: int) -> Federation:
-    """Data of `package.module:name`: a function that gives a Federation, or a dict of arrays for each client."""
+    """The data of `package.module:name`, a function that gives a Federation, or a dict of arrays for each client."""
     for name in ("holdout_clients", "share", "split", "shift", "augment"):
         if getattr(settings, name) != getattr(DataSettings, name):
             raise SettingError(f"data.{name} cannot be used with data of a function: it says itself who holds what.")
     function = named_object(settings.source, "data.source")
     if not callable(function):
         raise SettingError(f"data.source must name a function. {settings.source} is {type(function).__name__}.")
-    _bound(function, settings)
-    made = function(**settings.args)
-    if isinstance(made, Federation):
-        return made
-    if not isinstance(made, Mapping):
+    _refuse_other_arguments(function, settings)
+    data = function(**settings.args)
+    if isinstance(data, Federation):
+        return data
+    if not isinstance(data, Mapping):
         raise DataError(
-            f"{settings.source} must give a Federation or a dict of clients. It gave {type(made).__name__}."
+            f"{settings.source} must give a Federation or a dict of clients. It gave {type(data).__name__}."
         )
     return Federation.from_clients(
-        made, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
+        data, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
     )
 
 
-def _bound(function: Callable[..., Any], settings: DataSettings) -> None:
-    """Refuse arguments that a source does not take, and values of another type than it says."""
+def _refuse_other_arguments(function: Callable[..., Any], settings: DataSettings) -> None:
+    """Refuse arguments that a source does not take, and values of another type than its signature says."""
     signature = inspect.signature(function)
     try:
         signature.bind(**settings.args)
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise SettingError(f"data.args of {settings.source} must be of {takes}: {error}.") from error
+    # A name that is not in the signature goes into its **kwargs, which say nothing about types.
+    annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     for name, value in settings.args.items():
-        kind = signature.parameters[name].annotation if name in signature.parameters else inspect.Parameter.empty
+        kind = annotations.get(name)
         if kind in (str, int, bool, float, list[str]):
             typed(kind, value, f"data.args.{name}")
 
@@ -82,48 +91,70 @@ def _source(settings: DataSettings, data_dir: str | None, only_sizes: bool) -> S
         read = partial(stand_in, name) if only_sizes else partial(load, name, data_dir)
     else:
         raise SettingError(one_of("data.source", name, ["digits", *DATASETS, *READERS, SITES, "package.module:name"]))
-    _bound(read, settings)
-    made: Source = read(**args)
-    return made
+    _refuse_other_arguments(read, settings)
+    source: Source = read(**args)
+    return source
 
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Who holds what: the points of each client to train, validate and test; the last `held_out` never take part."""
+    """Who holds what. The clients that never take part come last.
+
+    parts: the points of each client to train, to validate and to test, [3][clients]. held_out: how many clients never take
+    part. left_out: how many owners of points have too few to be clients.
+    """
 
     parts: list[list[Indices]]
     names: list[str]
     held_out: int
     left_out: int = 0
 
+    @property
+    def taking_part(self) -> int:
+        return len(self.names) - self.held_out
+
+    @property
+    def points(self) -> list[Indices]:
+        """All points of each client."""
+        of_clients = zip(*self.parts, strict=True)
+        return [np.sort(np.concatenate(three)) for three in of_clients]
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A source's points after the shift. groups: one for each client. angle: one for each point."""
+
+    x: Tensor
+    y: Tensor
+    groups: list[int] | None = None
+    angle: Tensor | None = None
+
 
 def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
+    """The points of a source, dealt out to clients and shifted as the settings say."""
     rng = stream(seed, "data")
     train = _some(np.arange(source.train), settings.share, rng.child("share", "train"))
     test = _some(np.arange(source.train, len(source.y)), settings.share, rng.child("share", "test"))
-    dealt = (_natural if settings.split in NATURAL else _drawn)(settings, source, train, test, rng)
-    own = [np.sort(np.concatenate([part[s] for part in dealt.parts])) for s in range(len(dealt.names))]
-    x, y, groups, angle = source.x, source.y, None, None
-    if settings.shift == "permute-labels":
-        y, groups = shift.permute_labels(y, own, source.classes, settings.permutations, rng.child("shift"))
-    elif settings.shift == "rotate":
-        x, angle = shift.rotate(x, own, settings.rotation_concentration, rng.child("shift"))
-    taking_part = len(own) - dealt.held_out
-    c, categories = _side(settings.side, y, source, own, taking_part, groups, angle)
-    if settings.augment != "none" and x.dim() != 4:
-        raise SettingError(f"data.augment = {settings.augment!r} needs images [N, C, H, W]. Got {list(x.shape)}.")
+    deal = _natural if settings.split in NATURAL else _drawn
+    dealt = deal(settings, source, train, test, rng)
+    points = dealt.points
+    shifted = _shifted(settings, source, points, rng.child("shift"))
+    c, categories = _side(settings.side, source, shifted, points, dealt.taking_part)
+    if settings.augment != "none" and shifted.x.dim() != 4:
+        shape = list(shifted.x.shape)
+        raise SettingError(f"data.augment = {settings.augment!r} needs images [N, C, H, W]. Got {shape}.")
 
     def of_clients(which: slice) -> Federation:
         return Federation(
-            x=x,
-            y=y,
+            x=shifted.x,
+            y=shifted.y,
             c=c,
             parts=dict(zip(PARTS, [part[which] for part in dealt.parts], strict=True)),
             names=dealt.names[which],
             classes=source.classes,
             categories=categories,
             side=settings.side,
-            groups=None if groups is None else groups[which],
+            groups=None if shifted.groups is None else shifted.groups[which],
             mean=source.mean,
             std=source.std,
             augment=settings.augment != "none",
@@ -132,33 +163,32 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
             left_out=dealt.left_out,
         )
 
-    held_out = of_clients(slice(taking_part, None)) if dealt.held_out else None
-    return replace(of_clients(slice(taking_part)), held_out=held_out)
+    held_out = of_clients(slice(dealt.taking_part, None)) if dealt.held_out else None
+    return replace(of_clients(slice(dealt.taking_part)), held_out=held_out)
+
+
+def _shifted(settings: DataSettings, source: Source, points: list[Indices], rng: Stream) -> _Shifted:
+    if settings.shift == "permute-labels":
+        y, groups = shift.permute_labels(source.y, points, source.classes, settings.permutations, rng)
+        return _Shifted(source.x, y, groups=groups)
+    if settings.shift == "rotate":
+        x, angle = shift.rotate(source.x, points, settings.rotation_concentration, rng)
+        return _Shifted(x, source.y, angle=angle)
+    return _Shifted(source.x, source.y)
 
 
 def describe_split(federation: Federation) -> dict[str, Any]:
-    """Who holds what, as plain numbers: of each client the sizes, labels and side information of its training points."""
+    """Who holds what, as plain numbers: the sizes of each client, and the labels and side information of its training points.
 
-    def counts(values: Tensor, index: Indices, kinds: int) -> list[int]:
-        found: list[int] = np.bincount(values.numpy()[index], minlength=kinds).tolist()
-        return found
-
-    own_side = federation.side not in ("label", "client")
+    distance: the mean total variation between a client's label shares and everybody's.
+    """
     train = federation.parts["train"]
-    labels = np.array([counts(federation.y, index, federation.classes) for index in train], dtype=np.float64)
+    counts = [_counts(federation.y, index, federation.classes) for index in train]
+    labels = np.array(counts, dtype=np.float64)
     shares = labels / labels.sum(axis=1, keepdims=True)
     everybody = labels.sum(axis=0) / labels.sum()
     return {
-        "clients": [
-            {
-                "client": name,
-                **{part: federation.size(s, part) for part in PARTS},
-                "labels": labels[s].astype(int).tolist(),
-                "side": counts(federation.c, train[s], federation.categories) if own_side else None,
-                "group": None if federation.groups is None else federation.groups[s],
-            }
-            for s, name in enumerate(federation.names)
-        ],
+        "clients": [_describe_client(federation, s, counts[s]) for s in range(len(federation))],
         "classes": federation.classes,
         "side": federation.side,
         "held_out": 0 if federation.held_out is None else len(federation.held_out),
@@ -167,8 +197,49 @@ def describe_split(federation: Federation) -> dict[str, Any]:
     }
 
 
+def _describe_client(federation: Federation, s: int, labels: list[int]) -> dict[str, Any]:
+    sizes = {part: federation.size(s, part) for part in PARTS}
+    side = None
+    if federation.side not in ("label", "client"):
+        side = _counts(federation.c, federation.parts["train"][s], federation.categories)
+    group = None if federation.groups is None else federation.groups[s]
+    return {"client": federation.names[s], **sizes, "labels": labels, "side": side, "group": group}
+
+
+def _counts(values: Tensor, index: Indices, kinds: int) -> list[int]:
+    """How often each of the values 0, 1, ..., kinds - 1 occurs among these points."""
+    counts: list[int] = np.bincount(values.numpy()[index], minlength=kinds).tolist()
+    return counts
+
+
 def _some(points: Indices, share: float, rng: Stream) -> Indices:
-    return points if share == 1 else np.sort(points[rng.permutation(len(points))[: round(share * len(points))]])
+    if share == 1:
+        return points
+    order = rng.permutation(len(points))
+    return np.sort(points[order[: round(share * len(points))]])
+
+
+# -- data whose points have owners -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """The points of each owner in the publisher's training set and in its test set, and which owners have enough of them.
+
+    known: owners of training points. new: owners of test points alone.
+    """
+
+    to_train: list[Indices]
+    to_test: list[Indices]
+    known: list[int]
+    new: list[int]
+
+    @property
+    def left_out(self) -> int:
+        """How many owners have some points, but too few."""
+        pairs = zip(self.to_train, self.to_test, strict=True)
+        with_points = sum(len(to_train) + len(to_test) > 0 for to_train, to_test in pairs)
+        return with_points - len(self.known) - len(self.new)
 
 
 def _natural(settings: DataSettings, source: Source, train: Indices, test: Indices, rng: Stream) -> _Dealt:
@@ -181,41 +252,61 @@ def _natural(settings: DataSettings, source: Source, train: Indices, test: Indic
             f"data.split = {settings.split!r} needs data that knows whose each point is; {settings.source} does not. Use "
             "another split, or a source with clients."
         )
-    owner, count = source.owner.numpy(), len(source.owners)
-    to_train, to_test = ([pool[index] for index in partition.by_owner(owner[pool], count)] for pool in (train, test))
+    # A client must have a point for each part that is not empty.
     least = max(settings.min_size, 1 + (settings.validation > 0) + (settings.test > 0))
-    trained = set(owner[: source.train].tolist())  # whatever share of the points is taken
+    owned = _points_of_owners(source, source.owner.numpy(), train, test, least)
+    _refuse_too_few_owners(settings, len(owned.known), least)
+    order = [owned.known[i] for i in rng.child("clients").permutation(len(owned.known))]
+    apart, rest = order[: settings.holdout_clients], order[settings.holdout_clients :]
+    taking_part = sorted(rest[: settings.clients] if settings.clients else rest)
+    held_out = sorted([*apart, *owned.new])
+    clients = [*taking_part, *held_out]
+    names = [source.owners[s] for s in clients]
+    parts = [_divided(settings, source, owned, s, rng.child("parts", s)) for s in clients]
+    return _Dealt(_by_part(parts), names, len(held_out), owned.left_out)
+
+
+def _points_of_owners(
+    source: Source, owner: npt.NDArray[np.int64], train: Indices, test: Indices, least: int
+) -> _Owned:
+    count = len(source.owners)
+    to_train = [train[index] for index in partition.by_owner(owner[train], count)]
+    to_test = [test[index] for index in partition.by_owner(owner[test], count)]
+    # All of the publisher's training points count here, whatever share of them is taken.
+    trained = set(owner[: source.train].tolist())
     known = [s for s in range(count) if s in trained and len(to_train[s]) >= least]
     new = [s for s in range(count) if s not in trained and len(to_test[s]) >= least]
+    return _Owned(to_train, to_test, known, new)
+
+
+def _refuse_too_few_owners(settings: DataSettings, known: int, least: int) -> None:
     if not known:
         raise DataError(f"at least one client must have {least} points or more (data.min_size). None has.")
-    if settings.clients + settings.holdout_clients > len(known) - (settings.clients == 0):
+    # data.clients = 0 takes all that are not held out, of whom there must be one at least.
+    most = known - (settings.clients == 0)
+    if settings.clients + settings.holdout_clients > most:
         raise DataError(
-            f"data.clients + data.holdout_clients must be at most {len(known)}, which is how many {settings.source} has, and "
+            f"data.clients + data.holdout_clients must be at most {known}, which is how many {settings.source} has, and "
             f"leave somebody to train. Got {settings.clients} + {settings.holdout_clients}."
         )
-    order = [known[i] for i in rng.child("clients").permutation(len(known))]
-    apart = order[: settings.holdout_clients]
-    rest = order[settings.holdout_clients :]
-    taking_part = sorted(rest[: settings.clients] if settings.clients else rest)
-    held_out = sorted([*apart, *new])
 
-    def divided(s: int) -> tuple[Indices, Indices, Indices]:
-        parts = rng.child("parts", s)
-        if len(to_train[s]) and len(to_test[s]):
-            some, validation, _ = partition.three_parts(to_train[s], settings.validation, 0.0, parts, source.owners[s])
-            return some, validation, to_test[s]
-        points = to_train[s] if len(to_train[s]) else to_test[s]
-        return partition.three_parts(points, settings.validation, settings.test, parts, source.owners[s])
 
-    clients = [*taking_part, *held_out]
-    each = [divided(s) for s in clients]
-    return _Dealt(
-        parts=[[three[i] for three in each] for i in range(3)],
-        names=[source.owners[s] for s in clients],
-        held_out=len(held_out),
-        left_out=sum(len(to_train[s]) + len(to_test[s]) > 0 for s in range(count)) - len(known) - len(new),
-    )
+def _divided(settings: DataSettings, source: Source, owned: _Owned, s: int, rng: Stream) -> _ThreeParts:
+    """An owner's points to train, to validate and to test."""
+    to_train, to_test, name = owned.to_train[s], owned.to_test[s], source.owners[s]
+    if len(to_train) and len(to_test):
+        some, validation, _ = partition.three_parts(to_train, settings.validation, 0.0, rng, name)
+        return some, validation, to_test
+    points = to_train if len(to_train) else to_test
+    return partition.three_parts(points, settings.validation, settings.test, rng, name)
+
+
+def _by_part(of_clients: Sequence[_ThreeParts]) -> list[list[Indices]]:
+    """[clients][3] -> [3][clients]."""
+    return [[three[i] for three in of_clients] for i in range(3)]
+
+
+# -- data whose points are dealt out -----------------------------------------------------------------------------------
 
 
 def _drawn(settings: DataSettings, source: Source, train: Indices, test: Indices, rng: Stream) -> _Dealt:
@@ -224,25 +315,39 @@ def _drawn(settings: DataSettings, source: Source, train: Indices, test: Indices
     Without a test set of the publisher's, a client's points are divided; with one, the training set is split, and each
     client's validation and test points are drawn like its training labels.
     """
-    labels = source.y.numpy()
     total = settings.clients + settings.holdout_clients
-    if not len(test):
-        own = [train[index] for index in _split(settings, source, train, total, rng.child("split"))]
-        each = [
-            partition.three_parts(index, settings.validation, settings.test, rng.child("parts", s), s)
-            for s, index in enumerate(own)
-        ]
-        parts = [[three[i] for three in each] for i in range(3)]
+    if len(test):
+        parts = _drawn_like_training(settings, source, train, test, total, rng)
     else:
-        order = train[rng.child("validation").permutation(len(train))]
-        aside = round(settings.validation * len(train))
-        pool = np.sort(order[aside:])
-        trains = [pool[index] for index in _split(settings, source, pool, total, rng.child("split"))]
-        validations = partition.like_training(labels, np.sort(order[:aside]), trains, rng.child("validation", "deal"))
-        parts = [trains, validations, partition.like_training(labels, test, trains, rng.child("test"))]
+        parts = _drawn_and_divided(settings, source, train, total, rng)
     apart = set(rng.child("holdout").permutation(total)[: settings.holdout_clients].tolist())
     clients = sorted(range(total), key=lambda s: (s in apart, s))
-    return _Dealt([[part[s] for s in clients] for part in parts], [str(s) for s in clients], settings.holdout_clients)
+    names = [str(s) for s in clients]
+    return _Dealt([[part[s] for s in clients] for part in parts], names, settings.holdout_clients)
+
+
+def _drawn_and_divided(
+    settings: DataSettings, source: Source, pool: Indices, clients: int, rng: Stream
+) -> list[list[Indices]]:
+    points = [pool[index] for index in _split(settings, source, pool, clients, rng.child("split"))]
+    parts = [
+        partition.three_parts(index, settings.validation, settings.test, rng.child("parts", s), s)
+        for s, index in enumerate(points)
+    ]
+    return _by_part(parts)
+
+
+def _drawn_like_training(
+    settings: DataSettings, source: Source, train: Indices, test: Indices, clients: int, rng: Stream
+) -> list[list[Indices]]:
+    labels = source.y.numpy()
+    order = train[rng.child("validation").permutation(len(train))]
+    aside = round(settings.validation * len(train))
+    validation, pool = np.sort(order[:aside]), np.sort(order[aside:])
+    trains = [pool[index] for index in _split(settings, source, pool, clients, rng.child("split"))]
+    validations = partition.like_training(labels, validation, trains, rng.child("validation", "deal"))
+    tests = partition.like_training(labels, test, trains, rng.child("test"))
+    return [trains, validations, tests]
 
 
 def _split(settings: DataSettings, source: Source, pool: Indices, clients: int, rng: Stream) -> list[Indices]:
@@ -266,29 +371,38 @@ def _split(settings: DataSettings, source: Source, pool: Indices, clients: int, 
             return partition.shards(labels, clients, settings.shards_per_client, rng)
 
 
-def _side(
-    side: str,
-    y: Tensor,
-    source: Source,
-    own: list[Indices],
-    taking_part: int,
-    groups: list[int] | None,
-    angle: Tensor | None,
-) -> tuple[Tensor, int]:
-    """The column c of side information, and how many values it has. A client that never takes part has none in side =
-    "client": its number is beyond them."""
+# -- side information --------------------------------------------------------------------------------------------------
+
+
+def _side(side: str, source: Source, shifted: _Shifted, points: list[Indices], taking_part: int) -> tuple[Tensor, int]:
+    """The column c of side information, and how many values it has."""
+    of_points = _side_of_points(side, source, shifted)
+    if of_points is not None:
+        return of_points
+    if side == "client":
+        # A client that never takes part has no value of its own here: its number is beyond them.
+        return _same_for_client(list(range(len(points))), points, shifted.y), taking_part
+    if side == "group" and shifted.groups is not None:
+        return _same_for_client(shifted.groups, points, shifted.y), max(shifted.groups) + 1
+    raise DataError(
+        f"data.side = {side!r} is not there in this data; use 'label' or 'client', or add the shift that makes it."
+    )
+
+
+def _side_of_points(side: str, source: Source, shifted: _Shifted) -> tuple[Tensor, int] | None:
+    """Side information that may differ between the points of a client; None: it is none of that kind."""
     if side == "label":
-        return y, source.classes
-    if side == "rotation" and angle is not None:
-        return angle, shift.ANGLES
+        return shifted.y, source.classes
+    if side == "rotation" and shifted.angle is not None:
+        return shifted.angle, shift.ANGLES
     if side == "column" and source.column is not None:
         return source.column, int(source.column.max()) + 1
-    of_client = list(range(len(own))) if side == "client" else groups if side == "group" else None
-    if of_client is None:
-        raise DataError(
-            f"data.side = {side!r} is not there in this data; use 'label' or 'client', or add the shift that makes it."
-        )
-    c = torch.zeros_like(y)
-    for s, index in enumerate(own):
-        c[torch.from_numpy(index)] = of_client[s]
-    return c, taking_part if side == "client" else max(of_client) + 1
+    return None
+
+
+def _same_for_client(values: Sequence[int], points: list[Indices], like: Tensor) -> Tensor:
+    """The value of each client at each of its points; points that nobody holds have 0."""
+    c = torch.zeros_like(like)
+    for value, index in zip(values, points, strict=True):
+        c[torch.from_numpy(index)] = value
+    return c
