@@ -1,15 +1,23 @@
 """The Python API: own data, own model, and what can be done with a trained run."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import METHODS, small_federation
+from conftest import fedmix as command_line
 from torch import nn
 
 import fedmix
+from fedmix.api import HandedOver, train_recipe
+from fedmix.core.client import ClientSide
+from fedmix.core.model import Model
 from fedmix.errors import DataError, FedmixError, RunError, SettingError
+from fedmix.running.where import Where
+from fedmix.settings.reading import make_recipe
+from fedmix.settings.tables import flat
 
 
 class Net(nn.Module):
@@ -232,3 +240,62 @@ def test_own_models_and_data_by_name(tmp_path, mine):
     assert fedmix.load(tmp_path / "run").client(0).predict(np.zeros((1, 2))).shape == (1,)
     with pytest.raises(FedmixError, match=r"model.name must name something that can be imported. 'mine:nett' cannot"):
         fedmix.train(out=tmp_path / "x", rounds=1, **settings | {"model": {"name": "mine:nett"}})
+
+
+TINY = {"data": {"clients": 4, "share": 0.3}, "rounds": 2, "training": {"epochs": 1}, "evaluation": {"every": 1}}
+
+
+def test_compare_in_python_is_the_command_line_s(tmp_path):
+    """The same numbers, in the result and in comparison.json, whoever asks."""
+    found = fedmix.compare("digits-skew", ["fedmix", "fedavg"], seeds=[0, 1], out=tmp_path / "python", **TINY)
+    assert [(row["algorithm"], row["seeds"]) for row in found["rows"]] == [("fedmix", [0, 1]), ("fedavg", [0, 1])]
+    assert json.loads((tmp_path / "python" / "comparison.json").read_text()) == found
+    flags = ["data.clients=4", "data.share=0.3", "training.epochs=1", "evaluation.every=1"]
+    settings = [part for flag in flags for part in ("--set", flag)]
+    command = ["compare", "digits-skew", "--algorithms", "fedmix,fedavg", "--seeds", "0,1", "--rounds", "2", *settings]
+    done = command_line(*command, "--out", str(tmp_path / "cli"), "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == found
+    judged = {(row["part"], row["kind"]): row["difference"] for row in found["differences"]}
+    assert judged["test", "fine_tuned"]["clients"] == judged["validation", "server"]["clients"] == 8
+
+
+def test_sweep_in_python_chooses_on_validation_data(tmp_path):
+    found = fedmix.sweep("digits-skew", {"training.client_lr": [1e-6, 0.1]}, by="server", out=tmp_path / "s", **TINY)
+    assert [row["settings"] for row in found["rows"]] == [{"training.client_lr": 1e-6}, {"training.client_lr": 0.1}]
+    accuracies = [row["validation"]["server"]["mean"] for row in found["rows"]]
+    assert found["best"] == accuracies.index(max(accuracies))
+    assert found["by"] == "server"
+    with pytest.raises(SettingError, match="--by must be one of as-sent, no-identity, server"):
+        fedmix.sweep("digits-skew", {"seed": [0, 1]}, by="fine_tuned", out=tmp_path / "none", **TINY)
+
+
+def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
+    for call in (
+        lambda: fedmix.train("digits-skew", out=tmp_path / "r", engine="quantum"),
+        lambda: fedmix.compare("digits-skew", out=tmp_path / "r", engine="quantum"),
+        lambda: fedmix.sweep("digits-skew", {"seed": [0, 1]}, out=tmp_path / "r", engine="quantum"),
+    ):
+        with pytest.raises(SettingError, match="--engine must be one of flower, local, serial"):
+            call()
+    assert not (tmp_path / "r").exists()
+    fedmix.train("digits-skew", out=tmp_path / "r", engine="serial", **TINY)
+    for look in (fedmix.evaluate, fedmix.audit):
+        with pytest.raises(SettingError, match="--engine must be one of local, serial"):
+            look(tmp_path / "r", engine="flower")
+
+
+def test_the_experts_of_a_run_are_drawn_once(tmp_path, monkeypatch):
+    """Server, clients and checkpoints ask for the same K models."""
+    drawn = []
+    init = Model.init
+
+    def counted(self, rng):
+        drawn.append(rng)
+        return init(self, rng)
+
+    monkeypatch.setattr(Model, "init", counted)
+    monkeypatch.setattr(ClientSide, "one_by_one", "no groups here, which are tried out with models of their own")
+    recipe = make_recipe({}, changes=flat({**TINY, "fedmix": {"experts": 3}, "data": {"clients": 4}}))
+    train_recipe(recipe, tmp_path / "r", Where("serial"), HandedOver())
+    assert len(drawn) == 3

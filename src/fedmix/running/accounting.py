@@ -11,13 +11,13 @@ from fedmix.settings.recipe import Recipe
 
 
 def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> dict[str, Any]:
-    """(epsilon, delta) of the client that answered most often, against whoever sees its answers; or why there is none.
+    """(epsilon, delta) of the client that answered most often, against anybody who sees its answers; or why there is none.
 
-    Client-level and local: two clients with any data at all are to be told apart. A round's answer is one Gaussian
-    mechanism for the weights, one for q(z|s), one for phi. N_s, losses and scores are not covered.
+    The guarantee is client-level and local: two clients with any data at all can hardly be told apart. A round's answer is
+    one Gaussian mechanism for the weights, one for q(z|s), one for phi. N_s, losses and scores are not covered.
 
-    parts: how many noisy things one answer holds. cohorts: the clients of every time that a round was trained; a round that
-    was trained again counts again.
+    parts: how many noisy things one answer holds. cohorts: for every time that a round was trained, its clients; a round
+    that was trained again counts again.
     """
     noise = recipe.privacy.noise
     if not noise:
@@ -30,15 +30,23 @@ def guarantee(recipe: Recipe, parts: int, cohorts: Iterable[Iterable[int]]) -> d
     except Unknown as error:
         return _none(f"{error}, so it is not known how often clients answered")
     most = max(counts.values(), default=0)
-    # m Gaussian mechanisms of the same noise are one of noise / sqrt(m): exactly, not a bound
-    times = parts * most
-    epsilon = accounting.get_epsilon_gaussian(noise / times**0.5, recipe.privacy.delta) if times else 0.0
-    return {"epsilon": float(epsilon), "delta": recipe.privacy.delta, "rounds_of_a_client": most, "why_none": None}
+    delta = recipe.privacy.delta
+    epsilon = _epsilon(accounting, noise, parts * most, delta)
+    return {"epsilon": epsilon, "delta": delta, "rounds_of_a_client": most, "why_none": None}
+
+
+def _epsilon(accounting: Any, noise: float, mechanisms: int, delta: float) -> float:
+    if not mechanisms:
+        return 0.0
+    # m Gaussian mechanisms with the same noise are one with noise / sqrt(m). That is exact, not a bound.
+    return float(accounting.get_epsilon_gaussian(noise / mechanisms**0.5, delta))
 
 
 def guarantee_of_run(recipe: Recipe, parts: int, folder: Path, last_release: str | None) -> dict[str, Any]:
-    """What the noise of this run directory guarantees. last_release: the last line of releases.jsonl that its last
-    checkpoint knew."""
+    """What the noise of this run directory guarantees.
+
+    last_release: the last line of releases.jsonl that the last checkpoint knew.
+    """
 
     def asked() -> Iterator[list[int]]:
         if last_release is None:
@@ -53,6 +61,7 @@ def _none(why: str | None) -> dict[str, Any]:
 
 
 def accountant_or_complain() -> Any:
+    """dp-accounting's module for Gaussian mechanisms; an error that says how to install it where it is missing."""
     try:
         from dp_accounting import gaussian_mechanism
     except ModuleNotFoundError as error:

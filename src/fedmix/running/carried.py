@@ -1,21 +1,24 @@
 """What a run carries from round to round beside the server's state. Every checkpoint has it, so a resumed run goes on with it.
 
-Figures follow one protocol. A single evaluation moves by two points from one to the next, so what a run is judged by are means:
-on validation data over the last ten evaluations, after fine-tuning over the last three where that is affordable, as far as
-they lie in the last fifth of a run (schema.judged_rounds).
+All figures follow one protocol. Accuracy moves by two points from one evaluation to the next, so a run is judged by means: on
+validation data over the last ten evaluations, after fine-tuning over the last three where that is affordable. Only
+evaluations in the last fifth of a run count (schema.judged_rounds).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fedmix.core.score import MEASURES
 from fedmix.running.evaluate import Numbers, Scores, scores_of
 from fedmix.schema import FINE_TUNED_EVALUATIONS, LAST_EVALUATIONS, Kind, judged_rounds
 from fedmix.settings.recipe import Recipe
 
-AFFORDABLE = 0.1  # of what training costs: what fine-tuning more than once may cost
+# Fine-tuning more than once may cost this share of what training costs.
+AFFORDABLE = 0.1
+# An accuracy of each client. Clients have the names that JSON gives them: their numbers as text.
 OfClients = dict[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,15 @@ class Evaluation:
 
 @dataclass
 class Carried:
-    """as_sent: each client's own score of the weights that it sent last. seconds: of training, in all sessions.
+    """What a run carries along.
 
-    engine: of clients that keep their private states themselves, whose state of which round counts; None: a checkpoint has
-    the states. releases: the last line of releases.jsonl that is known; None: there is no noise, or it was drawn from the seed.
+    as_sent: each client's own score of the weights that it sent last.
+    evaluations: the last evaluations on validation data.
+    fine_tuned: by round, each client's score after fine-tuning.
+    seconds: how long training took, in all sessions.
+    engine: where clients keep their private states themselves, the round whose state counts, for each of them; None: the
+    checkpoint has the states.
+    releases: the last line of releases.jsonl that is known; None: there is no noise, or it was drawn from the seed.
     """
 
     as_sent: dict[str, Numbers] = field(default_factory=dict)
@@ -47,7 +55,7 @@ class Carried:
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> "Carried":
         """From what a checkpoint holds, of this version or an older one, which had no evaluations in it."""
-        evaluations = [Evaluation(**one_round) for one_round in table.get("evaluations", [])]
+        evaluations = [Evaluation(**evaluation) for evaluation in table.get("evaluations", [])]
         fine_tuned = {int(t): of_clients for t, of_clients in table.get("fine_tuned", {}).items()}
         return Carried(
             as_sent=dict(table.get("as_sent") or table.get("proxy") or {}),
@@ -59,6 +67,7 @@ class Carried:
         )
 
     def table(self) -> dict[str, Any]:
+        """What a checkpoint holds; `from_table` reads it again."""
         table: dict[str, Any] = {
             "as_sent": self.as_sent,
             "evaluations": [vars(evaluation) for evaluation in self.evaluations],
@@ -78,16 +87,14 @@ class Carried:
         self.as_sent[str(client)] = {name: numbers[name] for name in ("points", *MEASURES) if name in numbers}
 
     def scores_as_sent(self, clients: Sequence[int] | None = None) -> Scores:
-        """Of these clients, or of all; older runs did not measure everything, and what lacks a measure is left out."""
-        scores = {int(s): numbers for s, numbers in self.as_sent.items()}
-        if clients is not None:
-            scores = {s: scores[s] for s in clients if s in scores}
-        return scores_of(
-            {s: numbers for s, numbers in scores.items() if not numbers["points"] or MEASURES[-1] in numbers}
-        )
+        """The scores of these clients, or of all. Older runs did not measure everything; incomplete scores are left out."""
+        scores = {int(s): numbers for s, numbers in self.as_sent.items() if _is_complete(numbers)}
+        if clients is None:
+            return scores_of(scores)
+        return scores_of({s: scores[s] for s in clients if s in scores})
 
     def keep_only(self, due: Sequence[int]) -> None:
-        """Forget evaluations that were made because a run was to end there, and that are none of one that goes on."""
+        """Forget evaluations that were only made because a run was to end there: a run that goes on does not have them."""
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.round in due]
         self.fine_tuned = {t: scores for t, scores in self.fine_tuned.items() if t in due}
 
@@ -109,21 +116,29 @@ class Carried:
 
     def fine_tuned_scores(self, rounds: Sequence[int]) -> Scores:
         """Each client's mean score over the evaluations of these rounds."""
-        tables = [self.fine_tuned[t] for t in rounds]
-        clients = sorted({int(s) for table in tables for s in table})
-        return Scores({s: _mean_numbers([table[str(s)] for table in tables if str(s) in table]) for s in clients})
+        rows = _by_client([self.fine_tuned[t] for t in rounds])
+        return Scores({int(s): _mean_numbers(of_client) for s, of_client in rows.items()})
 
 
 def mean_of_clients(evaluations: Sequence[Evaluation], kind: Kind) -> OfClients:
     """Each client's mean accuracy over several evaluations, by its number."""
-    tables = [evaluation.of_clients.get(kind, {}) for evaluation in evaluations]
-    clients = sorted({s for table in tables for s in table}, key=int)
-    values = {s: [table[s] for table in tables if s in table] for s in clients}
+    values = _by_client([evaluation.of_clients.get(kind, {}) for evaluation in evaluations])
     return {s: sum(of_client) / len(of_client) for s, of_client in values.items()}
 
 
+def _by_client(tables: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
+    """What several tables hold of each client, in the order of the clients' numbers; a table may lack some clients."""
+    clients = sorted({s for table in tables for s in table}, key=int)
+    return {s: [table[s] for table in tables if s in table] for s in clients}
+
+
+def _is_complete(numbers: Numbers) -> bool:
+    """Whether a score has all measures; one over no points needs none."""
+    return not numbers["points"] or MEASURES[-1] in numbers
+
+
 def _accuracies(scores: Scores) -> OfClients:
-    """Six digits, as in metrics.jsonl."""
+    """Each client's accuracy with six digits, as in metrics.jsonl."""
     return {str(s): float(f"{numbers['accuracy']:.6g}") for s, numbers in scores.of.items()}
 
 
@@ -132,17 +147,20 @@ def _mean_numbers(rows: Sequence[Numbers]) -> dict[str, float]:
 
 
 def evaluation_rounds(recipe: Recipe) -> list[int]:
-    """The rounds after which everybody is evaluated; the last one always is."""
+    """The rounds after which everybody is evaluated; the last round is always one of them."""
     every = recipe.evaluation.every
     return [t for t in range(1, recipe.rounds + 1) if t % every == 0 or t == recipe.rounds]
 
 
 def fine_tuned_rounds(recipe: Recipe, clients: int) -> list[int]:
     """The evaluations at which clients are fine-tuned: as many as the recipe says, or three where that is affordable."""
-    asked = recipe.evaluation.finetune_evaluations
-    if not asked:
-        cohort = recipe.clients_per_round or clients
-        trained = recipe.rounds * cohort * recipe.training.epochs
-        more = (FINE_TUNED_EVALUATIONS - 1) * clients * recipe.evaluation.finetune_epochs
-        asked = FINE_TUNED_EVALUATIONS if more <= AFFORDABLE * trained else 1
-    return judged_rounds(evaluation_rounds(recipe), recipe.rounds)[-asked:]
+    times = recipe.evaluation.finetune_evaluations or _affordable_times(recipe, clients)
+    return judged_rounds(evaluation_rounds(recipe), recipe.rounds)[-times:]
+
+
+def _affordable_times(recipe: Recipe, clients: int) -> int:
+    """How often all clients can be fine-tuned; costs are counted in epochs of a client."""
+    cohort = recipe.clients_per_round or clients
+    training = recipe.rounds * cohort * recipe.training.epochs
+    beyond_the_first = (FINE_TUNED_EVALUATIONS - 1) * clients * recipe.evaluation.finetune_epochs
+    return FINE_TUNED_EVALUATIONS if beyond_the_first <= AFFORDABLE * training else 1

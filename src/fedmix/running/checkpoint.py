@@ -1,10 +1,10 @@
-"""Checkpoints: server state, optimiser, and the private states of clients that changed; whole or not at all.
+"""Checkpoints: the server's state, its optimiser, and the private states of clients; each is whole, or is not there at all.
 
     checkpoints/round-000010/server.safetensors   the method's state
-                             manifest.json        digests, the file of every client's state, and what the run carries along
+                             manifest.json        digests, the file of every client's state, what the run carries along
     checkpoints/clients/17-000010.safetensors     client 17 as it was after round 10; shared by later checkpoints
 
-A checkpoint exists once its folder has its final name, which is the last thing that happens to it.
+Renaming its folder to its final name is the last thing that happens to a checkpoint, so one that has it is whole.
 """
 
 import json
@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -25,8 +26,14 @@ from fedmix.running.carried import Carried
 from fedmix.running.files import digest, write_json, write_tensors
 
 
+# What reading a damaged checkpoint raises.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
+    """A run after a round. clients: private states, by client; none where clients keep them themselves."""
+
     round: int
     state: State
     clients: dict[int, Params]
@@ -39,20 +46,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
-        self._files: dict[str, list[str]] = {}  # client -> [file, digest]: where its newest state is
+        # Where each client's newest state is: client -> [file, digest]. A client that holds nothing has ["", ""].
+        self._files: dict[str, list[str]] = {}
 
     def save(self, state: State, store: Store, carried: Carried) -> None:
         """Save the state after its round, and the clients that changed since the last call. Then forget old ones."""
         name = f"round-{state.round:06d}"
-        clients = self.folder / "clients"
-        clients.mkdir(parents=True, exist_ok=True)
-        for client in store.take_changed():
-            private = store.get(client)
-            if private:
-                file = f"{client}-{state.round:06d}.safetensors"
-                self._files[str(client)] = [file, write_tensors(clients / file, private)]
-            else:
-                self._files[str(client)] = ["", ""]  # took part, and holds nothing
+        self._save_clients(state.round, store)
         part = self.folder / f".{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -61,9 +61,21 @@ class Checkpoints:
         write_json(part / "manifest.json", manifest)
         target = self.folder / name
         if target.exists():
-            shutil.rmtree(target)  # the same round, saved again by a run that was resumed before it
+            # The same round is saved again by a run that was resumed before it.
+            shutil.rmtree(target)
         os.replace(part, target)
         self._forget()
+
+    def _save_clients(self, t: int, store: Store) -> None:
+        folder = self.folder / "clients"
+        folder.mkdir(parents=True, exist_ok=True)
+        for client in store.take_changed():
+            private = store.get(client)
+            if private:
+                file = f"{client}-{t:06d}.safetensors"
+                self._files[str(client)] = [file, write_tensors(folder / file, private)]
+            else:
+                self._files[str(client)] = ["", ""]
 
     def _forget(self) -> None:
         """Remove all but the last few checkpoints, client files that none of them names, and what a crash left over."""
@@ -73,11 +85,13 @@ class Checkpoints:
             os.replace(self.folder / name, old)
         for left in self.folder.glob(".round-*"):
             shutil.rmtree(left)
-        used = {
-            file
-            for name in names[-self.keep :]
-            for file, _ in json.loads((self.folder / name / "manifest.json").read_text())["clients"].values()
-        }
+        self._forget_clients(names[-self.keep :])
+
+    def _forget_clients(self, kept: list[str]) -> None:
+        used: set[str] = set()
+        for name in kept:
+            manifest = json.loads((self.folder / name / "manifest.json").read_text())
+            used |= {file for file, _ in manifest["clients"].values()}
         for path in (self.folder / "clients").iterdir():
             if path.name not in used:
                 path.unlink()
@@ -98,14 +112,11 @@ class Checkpoints:
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
             flat = _read(folder / "server.safetensors", manifest["server"])
-            clients: dict[int, Params] = {}
-            for client, (file, known) in manifest["clients"].items():
-                clients[int(client)] = _read(self.folder / "clients" / file, known) if file else {}
+            clients = self._read_clients(manifest)
             t, carried = int(manifest["round"]), Carried.from_table(manifest["carried"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            others = [other for other in self.names() if other != name]
-            remedy = f"remove {folder} to go on from {others[-1]}" if others else "start again with --overwrite"
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        except DAMAGE as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            remedy = self._remedy(name)
             raise RunError(f"checkpoint {folder} must be whole. It is damaged ({reason}); {remedy}.") from error
         try:
             state = state_from(flat)
@@ -116,10 +127,24 @@ class Checkpoints:
         self._files = manifest["clients"]
         return Checkpoint(t, state, clients, carried)
 
+    def _read_clients(self, manifest: dict[str, Any]) -> dict[int, Params]:
+        clients: dict[int, Params] = {}
+        for client, (file, known) in manifest["clients"].items():
+            clients[int(client)] = _read(self.folder / "clients" / file, known) if file else {}
+        return clients
+
+    def _remedy(self, damaged: str) -> str:
+        others = [name for name in self.names() if name != damaged]
+        if not others:
+            return "start again with --overwrite"
+        return f"remove {self.folder / damaged} to go on from {others[-1]}"
+
 
 def private_states(path: Path, checkpoint: Checkpoint) -> dict[int, Params]:
-    """The clients' private states of a run at a checkpoint: in it, or in files of their own where clients were processes
-    of Flower's on this machine."""
+    """The clients' private states of a run at a checkpoint.
+
+    The checkpoint has them, or, where clients were Flower's processes on this machine, files that these processes wrote.
+    """
     if checkpoint.carried.engine is None:
         return checkpoint.clients
     store = SiteStore(path / "clients")
@@ -130,6 +155,7 @@ def private_states(path: Path, checkpoint: Checkpoint) -> dict[int, Params]:
 
 
 def _read(path: Path, known: str) -> Params:
+    """The tensors of a file whose digest is known."""
     data = path.read_bytes()
     if digest(data) != known:
         raise ValueError(f"{path.name} does not match its checksum")

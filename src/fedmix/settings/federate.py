@@ -4,7 +4,7 @@ It depends on the seed alone, not on method or engine.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -273,10 +273,15 @@ def _points_of_owners(
     to_train = [train[index] for index in partition.by_owner(owner[train], count)]
     to_test = [test[index] for index in partition.by_owner(owner[test], count)]
     # All of the publisher's training points count here, whatever share of them is taken.
-    trained = set(owner[: source.train].tolist())
-    known = [s for s in range(count) if s in trained and len(to_train[s]) >= least]
-    new = [s for s in range(count) if s not in trained and len(to_test[s]) >= least]
+    with_training_points = set(owner[: source.train].tolist())
+    without = set(range(count)) - with_training_points
+    known = _with_enough(with_training_points, to_train, least)
+    new = _with_enough(without, to_test, least)
     return _Owned(to_train, to_test, known, new)
+
+
+def _with_enough(owners: Iterable[int], points: Sequence[Indices], least: int) -> list[int]:
+    return [s for s in sorted(owners) if len(points[s]) >= least]
 
 
 def _refuse_too_few_owners(settings: DataSettings, known: int, least: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from fedmix.errors import SettingError
 
-_beside: list[str] = []  # folders of recipes: what they name may lie there
+# The folders of recipes that were read: what these recipes name may lie beside them.
+_beside: list[str] = []
 
 
 def importable_from(folder: Path) -> None:
@@ -35,10 +36,11 @@ def named_object(name: str, setting: str) -> Any:
 
 @contextmanager
 def _found_in(folders: Sequence[str]) -> Iterator[None]:
-    """Modules are looked for in these folders too while this lasts; installed packages come first."""
+    """Inside the block, modules are looked for in these folders too; installed packages come first."""
     added = [folder for folder in folders if folder not in sys.path]
     sys.path.extend(added)
-    importlib.invalidate_caches()  # a file may be newer than the last look at its folder
+    # A file may be newer than the last look at its folder.
+    importlib.invalidate_caches()
     try:
         yield
     finally:

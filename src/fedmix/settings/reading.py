@@ -1,4 +1,7 @@
-"""Recipes from files and back: a shipped one by name, a TOML file or a run directory, with exceptions and changes."""
+"""Recipes are read from files and written back: a shipped one by name, a TOML file, or a run directory.
+
+A recipe may have exceptions for a scale, a kind of side information or a method, and its reader may change settings.
+"""
 
 import re
 import tomllib
@@ -27,7 +30,7 @@ def shipped() -> list[str]:
 
 
 def folder_of_run(recipe: Recipe, name: str = "") -> str:
-    """What a run's folder is called where nobody says; a method of one's own has a colon in its name, which folders may not."""
+    """What a run's folder is called by default. The user's own method has a colon in its name, which a folder may not."""
     method = recipe.algorithm.replace(":", "-")
     return f"{name}{method}-seed{recipe.seed}"
 
@@ -77,8 +80,10 @@ def make_recipe(
     changes = changes or {}
     if "scale" in changes:
         raise SettingError("scale cannot be set by itself; --scale takes a recipe's smaller settings.")
-    method = typed(str, algorithm or changes.get("algorithm") or plain.get("algorithm", "fedmix"), "algorithm")
-    side = typed(str, changes.get("data.side") or plain.get("data", {}).get("side", DataSettings.side), "data.side")
+    asked_method = algorithm or changes.get("algorithm") or plain.get("algorithm", "fedmix")
+    asked_side = changes.get("data.side") or plain.get("data", {}).get("side", DataSettings.side)
+    method = typed(str, asked_method, "algorithm")
+    side = typed(str, asked_side, "data.side")
     settings = _scaled(plain, exceptions.scales, scale)
     settings = tables.merged(settings, exceptions.sides.get(side, {}))
     settings = tables.merged(settings, exceptions.methods.get(method, {}))
@@ -106,18 +111,23 @@ class _Exceptions(NamedTuple):
 
 
 def _without_exceptions(table: Mapping[str, Any]) -> tuple[dict[str, Any], _Exceptions]:
-    """A recipe's table without its exceptions, and these; what is wrong in them is refused even where they are not used."""
+    """A recipe's table without its exceptions, and the exceptions. Wrong ones are refused even where they are not used."""
     if not isinstance(table.get("data", {}), Mapping):
         raise SettingError(f"data must be a table of settings. Got {table['data']!r} instead.")
     plain = {key: value for key, value in table.items() if key not in EXCEPTIONS}
     exceptions = _Exceptions(*(table.get(kind, {}) for kind in EXCEPTIONS))
     for kind, of_kind in zip(EXCEPTIONS, exceptions, strict=True):
-        if not isinstance(of_kind, dict) or not all(isinstance(settings, dict) for settings in of_kind.values()):
-            raise SettingError(f"{kind} must be tables [{kind}.X]. Got {of_kind!r} instead.")
-        for name, settings in of_kind.items():
-            _refuse_unknown_exception(kind, name)
-            _recipe_from(tables.merged(plain, settings))
+        _refuse_wrong_exceptions(kind, of_kind, plain)
     return plain, exceptions
+
+
+def _refuse_wrong_exceptions(kind: str, of_kind: Any, plain: Mapping[str, Any]) -> None:
+    if not isinstance(of_kind, dict) or not all(isinstance(settings, dict) for settings in of_kind.values()):
+        raise SettingError(f"{kind} must be tables [{kind}.X]. Got {of_kind!r} instead.")
+    for name, settings in of_kind.items():
+        _refuse_unknown_exception(kind, name)
+        # Each exception by itself must give a recipe.
+        _recipe_from(tables.merged(plain, settings))
 
 
 def _refuse_unknown_exception(kind: str, name: str) -> None:
@@ -142,7 +152,7 @@ def _recipe_from(table: Mapping[str, Any]) -> Recipe:
             values[key] = tables.value_of(types, key, value, "", kinds)
     listed = CATALOGUE.get(values.get("algorithm", Recipe.algorithm))
     if listed and listed.section:
-        # the method's section is always there, with defaults where the recipe says nothing
+        # The method's section is always there, with defaults where the recipe says nothing.
         sections.setdefault(listed.section, kinds[listed.section]())
     return Recipe(**values, sections=sections)
 
@@ -192,7 +202,8 @@ def parse_grid(items: Iterable[str]) -> dict[str, list[Any]]:
         if not key or not text.strip():
             raise SettingError(f"--set must be key=value,value,..., as in fedmix.eta=0,0.5. Got {key!r} instead.")
         grid[key] = _values(text)
-        if len(set(map(repr, grid[key]))) != len(grid[key]):
+        different = set(map(repr, grid[key]))
+        if len(different) != len(grid[key]):
             raise SettingError(f"--set {key} must name each value once. Got {text!r} instead.")
     return grid
 

@@ -1,7 +1,7 @@
-"""Data that never leaves its owners: what they agreed on, what one of them has, what the server knows of it.
+"""Data that never leaves its owners: what the sites agreed on, what one site has, and what the server knows about it.
 
 A recipe with data.source = "sites" says in [data.args] what the sites' data have in common (`Agreed`). Each site reads its
-own files, in a format of its own, and brings them into that form. The server knows names and numbers of points.
+files, in whatever format it has them, and brings them into that form. The server knows names and numbers of points.
 """
 
 import hashlib
@@ -25,22 +25,23 @@ from fedmix.settings.importing import named_object
 from fedmix.settings.recipe import SITES, DataSettings, Recipe
 from fedmix.settings.tables import settings_from
 
-PART_OF_RECIPE = "recipe"  # a site's data.source: some clients of the recipe's own data, for trying out
+# A site's data.source for trying out: the site holds some of the clients of the recipe's data.
+PART_OF_RECIPE = "recipe"
+# The arguments of a reader that are paths.
+PATHS = ("file", "folder")
 
 
 @dataclass(frozen=True)
 class Agreed:
     """[data.args] of a recipe whose data is with its sites."""
 
-    sites: list[str] = field(default_factory=list)  # who takes part
+    sites: list[str] = field(default_factory=list)  # the names of the sites that take part
     input: list[int] = field(default_factory=list)  # the shape of one input
-    classes: int = 0  # how many; 0: as many as there are labels
+    classes: int = 0  # how many classes there are; 0: as many as labels
     labels: list[str] = field(default_factory=list)  # what classes are called in the files; none: 0, 1, 2, ...
-    mean: list[float] = field(default_factory=list)  # of images of bytes, channel by channel, as shares of 255
+    mean: list[float] = field(default_factory=list)  # for images of bytes: of each channel, as shares of 255
     std: list[float] = field(default_factory=list)
-    columns: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of tables: how they become numbers (data.user_files.table)
+    columns: list[dict[str, Any]] = field(default_factory=list)  # how a table's columns become numbers
     kinds: list[str] = field(default_factory=list)  # the values of side information, with data.side = "column"
 
     def __post_init__(self) -> None:
@@ -48,23 +49,29 @@ class Agreed:
             raise SettingError(f"data.args.sites must name each site once. Got {self.sites!r}.")
         if not self.input or min(self.input) < 1:
             raise SettingError(f"data.args.input must be the shape of one input, as in [30]. Got {self.input!r}.")
+        self._check_labels()
+        if len(self.mean) != len(self.std):
+            raise SettingError("data.args.mean and data.args.std must be of one length: one for each channel.")
+
+    def _check_labels(self) -> None:
         if self.classes and self.labels and self.classes != len(self.labels):
             raise SettingError(f"data.args.classes must be {len(self.labels)}, one for each of data.args.labels.")
         if self.count < 2:
             raise SettingError("data.args must say what the labels are: classes = 10, or labels = ['no', 'yes'].")
-        if len(self.mean) != len(self.std):
-            raise SettingError("data.args.mean and data.args.std must be of one length: one for each channel.")
 
     @property
     def count(self) -> int:
+        """How many classes there are."""
         return self.classes or len(self.labels)
 
     @property
     def names(self) -> list[str]:
+        """What the classes are called."""
         return self.labels or [str(i) for i in range(self.count)]
 
 
 def agreed(settings: DataSettings) -> Agreed:
+    """What the sites of a recipe agreed on; settings that only make sense with data in one place are refused."""
     if settings.side not in ("label", "client", "column"):
         raise SettingError(
             f"data.side must be 'label', 'client' or 'column' with data at sites. Got {settings.side!r}."
@@ -79,7 +86,7 @@ def agreed(settings: DataSettings) -> Agreed:
 
 @dataclass(frozen=True)
 class SiteData:
-    """[data] of a site's settings: where its data is, in which format."""
+    """[data] of a site's settings: where its data is, and in which format."""
 
     source: str = "npz"  # npz, images, csv, package.module:name; or "recipe"
     args: dict[str, Any] = field(default_factory=dict)
@@ -90,18 +97,20 @@ class Holding:
     """What a site has: some clients of a federation, by name."""
 
     federation: Federation
-    clients: Mapping[str, int]  # name in the whole federation -> number in this one
+    # The client's name in the whole federation, and its number in this one.
+    clients: Mapping[str, int]
 
     def describe(self, key: bytes) -> dict[str, Any]:
         """What the server is told: who is here, how many points they hold, and a fingerprint to know the data again."""
-        return {
-            "clients": list(self.clients),
-            "points": {part: [self.federation.size(s, part) for s in self.clients.values()] for part in PARTS},
-            "digest": self.digest(key),
-        }
+        numbers = self.clients.values()
+        points = {part: [self.federation.size(s, part) for s in numbers] for part in PARTS}
+        return {"clients": list(self.clients), "points": points, "digest": self.digest(key)}
 
     def digest(self, key: bytes) -> str:
-        """Of all points at once, under a key of the site's own: it tells that data is the same, and nothing of the data."""
+        """A digest of all points at once, under a key that the site alone has.
+
+        It tells whether data is the same, and nothing else about it.
+        """
         what = repr(sorted(self.clients.items())) + self.federation.digest()
         return hashlib.blake2b(what.encode(), key=key[:64], digest_size=16).hexdigest()
 
@@ -122,51 +131,72 @@ def holding(recipe: Recipe, site: str, data: SiteData, data_dir: str | None = No
     else:
         source = replace(source, owners=[f"{site}/{owner}" for owner in source.owners])
     settings = replace(recipe.data, source=site, clients=0, split="by-client", args={})
-    made = federate(settings, recipe.seed, source)
-    return Holding(made, {name: s for s, name in enumerate(made.names)})
+    federation = federate(settings, recipe.seed, source)
+    return Holding(federation, {name: s for s, name in enumerate(federation.names)})
 
 
 def _part(recipe: Recipe, data: SiteData, data_dir: str | None) -> Holding:
-    """Every so-manieth client of the recipe's own data."""
-    unknown = set(data.args) - {"part", "of"}
-    part, of = data.args.get("part"), data.args.get("of")
-    if unknown or not isinstance(part, int) or not isinstance(of, int) or not 0 <= part < of:
-        raise DataError("a site with source = 'recipe' must say which part it holds, as in {part = 0, of = 3}.")
+    """Part `part` of the recipe's data, whose clients are dealt out to `of` sites in turn."""
+    part, of = _which_part(data)
     if recipe.data.source == SITES:
         raise DataError("a site with source = 'recipe' needs a recipe with data of its own; this one asks the sites.")
     whole = build_federation(recipe.data, recipe.seed, data_dir)
     return Holding(whole, {name: s for s, name in enumerate(whole.names) if s % of == part})
 
 
+def _which_part(data: SiteData) -> tuple[int, int]:
+    refusal = DataError("a site with source = 'recipe' must say which part it holds, as in {part = 0, of = 3}.")
+    if set(data.args) != {"part", "of"}:
+        raise refusal
+    part, of = data.args["part"], data.args["of"]
+    if not isinstance(part, int) or not isinstance(of, int):
+        raise refusal
+    if not 0 <= part < of:
+        raise refusal
+    return part, of
+
+
 def _read(data: SiteData, common: Agreed, data_dir: str | None) -> Source:
+    """A site's data as it is there, before it is brought into the common form."""
     if ":" in data.source:
-        function = named_object(data.source, "data.source")
-        try:
-            made = function(**data.args)
-        except Exception as error:
-            raise DataError(f"{data.source} failed: {type(error).__name__}: {error}.") from error
-        if not isinstance(made, Mapping):
-            raise DataError(f"{data.source} must give a dict of arrays x and y. It gave {type(made).__name__}.")
-        return arrays(data.source, made)
+        return _read_by_function(data)
     if data.source not in READERS:
         raise SettingError(one_of("data.source", data.source, [*READERS, PART_OF_RECIPE, "package.module:name"]))
-    args = {key: _below(data_dir, value) if key in ("file", "folder") else value for key, value in data.args.items()}
-    if "columns" in args:
+    if "columns" in data.args:
         raise SettingError("columns must be in the recipe (data.args.columns), the same for every site.")
-    more = {"columns": common.columns} if data.source == "csv" and common.columns else {}
+    return _read_files(data, common, data_dir)
+
+
+def _read_files(data: SiteData, common: Agreed, data_dir: str | None) -> Source:
+    args = {key: _below(data_dir, value) if key in PATHS else value for key, value in data.args.items()}
+    if data.source == "csv" and common.columns:
+        args["columns"] = common.columns
     try:
-        return partial(READERS[data.source], data_dir)(**args, **more)
+        return partial(READERS[data.source], data_dir)(**args)
     except TypeError as error:
         raise SettingError(f"[data] args of {data.source!r}: {error}.") from error
 
 
+def _read_by_function(data: SiteData) -> Source:
+    function = named_object(data.source, "data.source")
+    try:
+        given = function(**data.args)
+    except Exception as error:
+        raise DataError(f"{data.source} failed: {type(error).__name__}: {error}.") from error
+    if not isinstance(given, Mapping):
+        raise DataError(f"{data.source} must give a dict of arrays x and y. It gave {type(given).__name__}.")
+    return arrays(data.source, given)
+
+
 def _below(folder: str | None, name: Any) -> Any:
-    """A path of a site's settings: below its own folder, whatever folder a command is given in."""
-    return str(Path(folder) / Path(name).expanduser()) if folder and isinstance(name, str) else name
+    """A path of a site's settings: below the site's folder, whatever folder a command is given in."""
+    if folder and isinstance(name, str):
+        return str(Path(folder) / Path(name).expanduser())
+    return name
 
 
 def _fitted(source: Source, common: Agreed, side: str) -> Source:
-    """Labels and side information numbered as everywhere, inputs of the shape that was agreed on."""
+    """A site's data in the common form: inputs have the shape that was agreed on, labels and side information its numbers."""
     shape = list(source.x.shape[1:])
     if shape != common.input:
         raise DataError(f"inputs must have the shape {common.input} (data.args.input). Those here have {shape}.")
@@ -190,17 +220,18 @@ def _fitted(source: Source, common: Agreed, side: str) -> Source:
 
 
 def _renumbered(values: Tensor, here: Sequence[str], everywhere: Sequence[str], what: str, setting: str) -> Tensor:
-    found = np.unique(values.numpy())
-    strange = [here[i] for i in found if here[i] not in everywhere]
+    """Values that number the names `here`, as numbers of the names `everywhere`."""
+    used = np.unique(values.numpy())
+    strange = [here[i] for i in used if here[i] not in everywhere]
     if strange:
         raise DataError(f"{what} must be of {', '.join(everywhere)} ({setting}). Here is {strange[0]!r} as well.")
-    place = np.zeros(len(here), dtype=np.int64)
-    place[found] = [list(everywhere).index(here[i]) for i in found]
-    return torch.from_numpy(place[values.numpy()])
+    number_everywhere = np.zeros(len(here), dtype=np.int64)
+    number_everywhere[used] = [list(everywhere).index(here[i]) for i in used]
+    return torch.from_numpy(number_everywhere[values.numpy()])
 
 
 def known_to_server(recipe: Recipe, sites: Mapping[str, Mapping[str, Any]]) -> Federation:
-    """The federation as the server sees it: what the sites said of themselves, in the recipe's order."""
+    """The federation as the server sees it: what the sites said about themselves, in the recipe's order."""
     common = agreed(recipe.data)
     names = [name for site in common.sites for name in sites[site]["clients"]]
     sizes = {part: [n for site in common.sites for n in sites[site]["points"][part]] for part in PARTS}
@@ -224,14 +255,18 @@ class OwnClients:
     """A site's clients under their numbers in the whole federation; what an engine takes as `Clients`."""
 
     held: Holding
-    names: Sequence[str]  # of the whole federation, in order
+    # All clients of the whole federation, in order.
+    names: Sequence[str]
 
     def examples(self, client: int, part: str) -> Examples:
         name = self.names[client]
         if name not in self.held.clients:
             raise DataError(f"client {name!r} is not here")
-        own = self.held.federation.examples(self.held.clients[name], part)
-        return replace(own, c=torch.full_like(own.c, client)) if self.held.federation.side == "client" else own
+        examples = self.held.federation.examples(self.held.clients[name], part)
+        if self.held.federation.side != "client":
+            return examples
+        # Here the client has another number than in the whole federation.
+        return replace(examples, c=torch.full_like(examples.c, client))
 
     def unit(self, x: Tensor) -> Tensor:
         return self.held.federation.unit(x)

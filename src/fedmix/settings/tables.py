@@ -1,4 +1,7 @@
-"""Settings classes from nested tables and back: unknown keys and values of the wrong type are refused by name."""
+"""Settings classes are made from nested tables and turned back into them.
+
+Unknown keys and values of the wrong type are refused by name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -20,7 +23,7 @@ TYPE_NAMES: dict[Any, str] = {
 
 
 def settings_from(kind: type[T], table: Any, where: str = "") -> T:
-    """The settings class `kind` from a table. `where`: what the table is called, as in [training]."""
+    """Settings of the class `kind` from a table. `where`: what the table is called, as in [training]."""
     refuse_what_is_no_table(table, where)
     types = get_type_hints(kind)
     values = {key: value_of(types, key, value, where) for key, value in table.items()}
@@ -44,20 +47,25 @@ def value_of(types: Mapping[str, Any], key: str, value: Any, where: str, also_kn
 
 
 def typed(kind: Any, value: Any, label: str) -> Any:
-    """The value if it is of this type, a whole number as a float where one is wanted."""
-    if get_origin(kind) is Literal:
-        return _one_of_literals(kind, value, label)
-    if isinstance(kind, UnionType) or get_origin(kind) is Union:
-        return _of_any_type(get_args(kind), value, label)
+    """The value if it is of this type; a whole number becomes a float where a float is wanted."""
     origin = get_origin(kind) or kind
+    if origin is Literal:
+        return _one_of_literals(kind, value, label)
+    if origin in (Union, UnionType):
+        return _of_any_type(get_args(kind), value, label)
+    plain = _of_plain_type(origin, value, label)
+    if origin is list:
+        return [typed(get_args(kind)[0], item, label) for item in plain]
+    return plain
+
+
+def _of_plain_type(origin: Any, value: Any, label: str) -> Any:
     if origin not in TYPE_NAMES:
         raise SettingError(f"{label} must be left at its default: a recipe cannot give a value of its type ({origin}).")
     if origin is float and type(value) is int:
         return float(value)
     if not _is_a(origin, value):
         raise SettingError(f"{label} must be {TYPE_NAMES[origin]}. Got {value!r} instead.")
-    if origin is list:
-        return [typed(get_args(kind)[0], item, label) for item in value]
     return value
 
 
@@ -98,12 +106,10 @@ def flat(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of tables with dotted keys: {"fedmix": {"eta": 0.5}} -> {"fedmix.eta": 0.5}."""
     settings: dict[str, Any] = {}
     for key, value in table.items():
-        inner = (
-            {f"{key}.{name}": setting for name, setting in value.items()}
-            if isinstance(value, Mapping)
-            else {key: value}
-        )
-        settings |= inner
+        if isinstance(value, Mapping):
+            settings |= {f"{key}.{name}": setting for name, setting in value.items()}
+        else:
+            settings[key] = value
     return settings
 
 
@@ -118,7 +124,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with the settings of another one over it."""
+    """A table in which the settings of another one replace its own."""
     table = dict(base)
     for key, value in over.items():
         both_are_tables = isinstance(value, Mapping) and isinstance(table.get(key), Mapping)
