@@ -12,8 +12,7 @@ from torch import nn
 
 import fedmix
 from fedmix.api import HandedOver, train_recipe
-from fedmix.core.client import ClientSide
-from fedmix.core.model import Model
+from fedmix.core import model as model_module
 from fedmix.errors import DataError, FedmixError, RunError, SettingError
 from fedmix.running.where import Where
 from fedmix.settings.reading import make_recipe
@@ -286,16 +285,15 @@ def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_the_experts_of_a_run_are_drawn_once(tmp_path, monkeypatch):
-    """Server, clients and checkpoints ask for the same K models."""
-    drawn = []
-    init = Model.init
+    """Server, clients, checkpoints and the trial of groups ask for the same K models, and for no others."""
+    built = []
 
-    def counted(self, rng):
-        drawn.append(rng)
-        return init(self, rng)
+    def counted(build):
+        built.append(build)
+        return fresh(build)
 
-    monkeypatch.setattr(Model, "init", counted)
-    monkeypatch.setattr(ClientSide, "one_by_one", "no groups here, which are tried out with models of their own")
+    fresh = model_module._fresh
+    monkeypatch.setattr(model_module, "_fresh", counted)
     recipe = make_recipe({}, changes=flat({**TINY, "fedmix": {"experts": 3}, "data": {"clients": 4}}))
-    train_recipe(recipe, tmp_path / "r", Where("serial"), HandedOver())
-    assert len(drawn) == 3
+    train_recipe(recipe, tmp_path / "r", Where("local", 2), HandedOver())
+    assert len(built) == 1 + 3  # one to look at, and the experts

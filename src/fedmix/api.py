@@ -1,4 +1,10 @@
-"""The Python API: training with own data and own models, comparing, and what comes after. The command line calls this too."""
+"""The Python API: training with one's own data, models and methods, comparing runs, and what comes after training.
+
+    run = fedmix.train("digits-skew", out="runs/first", rounds=20)
+    run.client(0).predict(x)
+
+The command line calls this module too.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +39,10 @@ from fedmix.settings.tables import flat
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told what while a run is trained. watch: after each round. warn: what may be wrong. hint: what to type next."""
+    """Functions that are called while a run is trained.
+
+    watch: after each round. warn: with what may be wrong. hint: with what to type next.
+    """
 
     watch: Watch | None = None
     warn: Callable[[str], None] = warnings.warn
@@ -42,7 +51,7 @@ class Listeners:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a recipe cannot name: data, a model, a method that were handed over in Python."""
+    """What was handed over in Python, which a recipe cannot name: data, a model, a method."""
 
     federation: Federation | None = None
     model: Given = None
@@ -74,11 +83,11 @@ def train(
 ) -> TrainedRun:
     """Train, and give back the trained run.
 
-    recipe: a shipped recipe or a file to start from; without one, the defaults. scale: "small" takes its smaller settings.
-    federation: own data (`Federation.from_clients`); model: an nn.Module class or a function that builds one (or an
-    object); output: the name of its output layer. A dict is the recipe's [model]. model_start: of an object, "given" keeps its
-    weights as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
-    algorithm: a method by name, `package.module:name` of one of your own, or its page (fedmix.methods.Page).
+    recipe: a shipped recipe or a file to start from; without it, the defaults. scale: "small" takes its smaller settings.
+    federation: your own data (`Federation.from_clients`). model: an nn.Module class, a function that builds a module, or a
+    module; a dict is the recipe's [model]. output: the name of the model's output layer. model_start: "given" keeps the
+    weights of a module as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
+    algorithm: a method by name, `package.module:name` of your own method, or its page (fedmix.methods.Page).
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
     watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
     """
@@ -107,7 +116,7 @@ def train_recipe(
     log: str | Sequence[str] | None = None,
     listeners: Listeners = Listeners(),
 ) -> Summary:
-    """Train one recipe into one directory; its summary. Everything that trains calls this."""
+    """Train one recipe into one directory, and give back its summary. Everything that trains calls this."""
     tools = check_tools(log)
     experiment = build(recipe, given.federation, given.model, data_dir, given.page)
     for words in _words_on_start(experiment, given.model):
@@ -122,10 +131,12 @@ def train_recipe(
 
 
 def _words_on_start(experiment: Experiment, model: Given) -> list[str]:
-    """What is to be said of the weights that a run starts from."""
+    """What the user should know about the weights that a run starts from."""
     if isinstance(model, nn.Module) and experiment.recipe.model.start != "given":
         return ["the weights of the model are drawn anew; model_start='given' keeps those that it has"]
-    return [EQUAL_START] if experiment.algorithm.starts_equal() else []
+    if experiment.algorithm.starts_equal():
+        return [EQUAL_START]
+    return []
 
 
 def effective_recipe(
@@ -135,7 +146,7 @@ def effective_recipe(
     output: str | None = None,
     scale: str | None = None,
 ) -> Recipe:
-    """The recipe of what was handed over: own data and an own model are described as they are."""
+    """The recipe with its changes; data and a model that were handed over are described in it as far as a recipe can."""
     changes = flat(settings)
     if given.federation is not None:
         changes |= _described_data(given.federation)
@@ -144,16 +155,17 @@ def effective_recipe(
             raise SettingError("output must name the output layer of the model, as in output='fc2'.")
         changes |= {"model.name": OWN, "model.output": output}
     if recipe:
-        made = read_recipe(recipe, changes=changes, scale=scale)
+        effective = read_recipe(recipe, changes=changes, scale=scale)
     else:
-        made = make_recipe({"name": "own"}, changes=changes, scale=scale)
+        effective = make_recipe({"name": "own"}, changes=changes, scale=scale)
     if isinstance(given.model, nn.Module):
-        made = replace(made, model=replace(made.model, start=start_of(given.model, made.model)))
-    return made
+        start = start_of(given.model, effective.model)
+        effective = replace(effective, model=replace(effective.model, start=start))
+    return effective
 
 
 def _described_data(federation: Federation) -> dict[str, Any]:
-    """What a recipe can truly say of data that was handed over."""
+    """What a recipe can truly say about data that was handed over."""
     held_out = 0 if federation.held_out is None else len(federation.held_out)
     return {
         "data.source": OWN,
@@ -192,6 +204,8 @@ def compare(
 
 
 def _trainer(where: Where, data_dir: str | None, resume: bool, overwrite: bool) -> Train:
+    """A function that trains one recipe into one folder."""
+
     def train_one(recipe: Recipe, folder: Path) -> Summary:
         return train_recipe(recipe, folder, where, HandedOver(), data_dir, resume, overwrite)
 
@@ -265,10 +279,11 @@ def evaluate(
     device: str = "cpu",
     watch: Stages = nobody,
 ) -> EvaluationFile:
-    """Every kind of inference of a trained run, as plain numbers: what `fedmix evaluate RUN --json` prints.
+    """Every kind of inference with a trained run, as plain numbers: what `fedmix evaluate RUN --json` prints.
 
-    federation, model, algorithm: again, where they were handed over in Python. clients: this many, drawn at random (0: all).
-    densities: a generative model on each client, for p(s|x) of at most `points` inputs; None: where that is quick.
+    federation, model, algorithm: what was handed over in Python must be given again. clients: how many are looked at, drawn
+    at random; 0: all. densities: whether a generative model is trained on each client, for p(s|x) of at most `points`
+    inputs; None: where that is quick.
     """
     options = Options(Where(engine, workers, device).after_training(), clients, densities, points)
     restored = restore(run, federation, model, data_dir, algorithm)
@@ -288,7 +303,7 @@ def audit(
     device: str = "cpu",
     watch: Stages = nobody,
 ) -> AuditFile:
-    """What the server could have learnt of the clients' labels, as plain numbers: what `fedmix audit RUN --json` prints."""
+    """What the server could have learnt about the clients' labels, as plain numbers: what `fedmix audit RUN --json` prints."""
     options = Options(Where(engine, workers, device).after_training(), clients)
     restored = restore(run, federation, model, data_dir, algorithm)
     return audit_run(restored, options, watch)

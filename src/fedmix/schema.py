@@ -1,13 +1,13 @@
 """The files of a run directory: their names, what is in them, and how those of older versions are read.
 
-Whoever writes a run and whoever reads one use this module alone, so it needs neither torch nor NumPy.
+All code that writes or reads a run uses this module, so it needs neither torch nor NumPy.
 
-Accuracy has four kinds, and each figure says on which data it was measured, `validation` or `test`:
+There are four kinds of accuracy, and each figure says on which data it was measured, `validation` or `test`:
 
     fine_tuned    the server's weights after some epochs on the client itself
     as_sent       the weights that the client sent to the server when it last took part
     server        the server's weights with the client's private parts
-    no_identity   all clients' points together, by somebody who does not know whose they are
+    no_identity   all clients' points together, predicted by somebody who does not know whose they are
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from fedmix.errors import RunError
 
-VERSION = 3  # 1: directories without a run.json; 2: other names of the kinds of accuracy
+# The version of the files. Directories of version 1 have no run.json; version 2 had other names for the kinds of accuracy.
+VERSION = 3
 
 RECIPE = "recipe.toml"
 RUN = "run.json"
@@ -29,9 +30,9 @@ SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
 AUDIT = "audit.json"
 SITES = "sites.json"
-# why a run that was submitted to a server did not end
+# Why a run that was submitted to a server did not end.
 FAILURE = "failure.json"
-# how far the tools of --log have got
+# How far the tools of --log have got.
 LOGGED = "logged.json"
 CHECKPOINTS = "checkpoints"
 CLIENTS = "clients"
@@ -40,7 +41,7 @@ PAGE = "report.html"
 NEW_CLIENTS_PICTURE = "new-clients.png"
 AUDIT_PICTURE = "audit.png"
 TOOL_FOLDERS = ("tensorboard", "wandb")
-# what evaluate and audit leave, which is not true any more once a run goes on
+# What evaluate and audit leave, which is not true any more once a run goes on.
 AFTERWARDS = (EVALUATION, NEW_CLIENTS_PICTURE, AUDIT, AUDIT_PICTURE)
 FILES = frozenset(
     {
@@ -75,11 +76,11 @@ WORDS: dict[str, str] = {
 }
 TEST_KINDS: tuple[Kind, ...] = ("fine_tuned", "server", "no_identity")
 VALIDATION_KINDS: tuple[Kind, ...] = ("as_sent", "server", "no_identity")
-# validation figures of a run are means over this many last evaluations: a single round moves by two points
+# Validation figures of a run are means over this many last evaluations: accuracy moves by two points between rounds.
 LAST_EVALUATIONS = 10
-# as far as they lie in this last share of its rounds: earlier ones are of a run that is still learning
+# Evaluations count if they are in this last share of a run's rounds: before that it is still learning.
 LAST_SHARE = 0.2
-# fine-tuned figures are means over this many of them, where that is affordable
+# Fine-tuned figures are means over this many evaluations, where that is affordable.
 FINE_TUNED_EVALUATIONS = 3
 
 
@@ -104,7 +105,7 @@ class ValidationAccuracy(TypedDict):
 
 
 class Accuracy(TypedDict, total=False):
-    """In a line of metrics: of this round. In a summary: `test` of the end, `validation` the mean of the last evaluations."""
+    """In a line of metrics: after this round. In a summary: `test` at the end, `validation` as mean of the last evaluations."""
 
     test: TestAccuracy
     validation: ValidationAccuracy
@@ -168,8 +169,20 @@ class LeftOut(TypedDict):
     field: NotRequired[str]
 
 
+class StructureEvent(TypedDict):
+    """An expert that was split into several (its own number among them), merged into another, or retired.
+
+    clients: how many each of the new ones has, or how many the one had that is gone.
+    """
+
+    what: Literal["split", "merged", "retired"]
+    expert: int
+    into: list[int] | int
+    clients: list[int] | int
+
+
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl: a round. What is not required is there at evaluation rounds, or where a method tells it."""
+    """A line of metrics.jsonl: a round. What is not required is there after an evaluation, or where a method tells it."""
 
     round: int
     loss: float
@@ -187,6 +200,8 @@ class MetricsLine(TypedDict):
     seconds_evaluation: NotRequired[float]
     expert_use: NotRequired[list[float]]
     experts_returned: NotRequired[list[int]]
+    experts: NotRequired[list[int]]  # that there are, where their number is found out
+    structure: NotRequired[list[StructureEvent]]  # what changed about them in this round
     divergence_experts: NotRequired[list[float]]
     divergence_layers: NotRequired[list[dict[str, float]]]
     q_zc: NotRequired[list[list[float]]]
@@ -209,7 +224,7 @@ class Clusters(TypedDict):
 
 
 class Privacy(TypedDict):
-    """What noise guarantees: (epsilon, delta) of the client that answered most often, or why nothing."""
+    """What noise guarantees: (epsilon, delta) of the client that answered most often, or why it guarantees nothing."""
 
     noise: float
     epsilon: float | None
@@ -275,7 +290,7 @@ class EvaluationFile(About):
 
 
 class AuditFile(About):
-    """audit.json: what the server could have learnt of the clients' labels."""
+    """audit.json: what the server could have learnt about the clients' labels."""
 
     audited: int
     side: str
@@ -302,7 +317,7 @@ def judged_rounds(evaluated: Sequence[int], rounds: int) -> list[int]:
 
 
 def read_run(path: Path) -> RunFile:
-    """run.json of a run directory; of an older one, which has none, what can be said of it."""
+    """run.json of a run directory. An older directory has none; then it is what can be said about such a run."""
     file = path / RUN
     if not file.exists():
         return {"schema": 1}
@@ -319,7 +334,7 @@ def read_run(path: Path) -> RunFile:
 
 
 def read_federation(path: Path) -> FederationFile:
-    """federation.json of a run directory. A kept run may name another one with the same data: {"same_as": "../seed-0"}."""
+    """federation.json of a run directory. A kept run may name another run with the same data: {"same_as": "../seed-0"}."""
     file = path / FEDERATION
     about = _read(file, "describe the run's data")
     if "same_as" in about:
@@ -332,7 +347,7 @@ def read_federation(path: Path) -> FederationFile:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """summary.json of a run that ended; None of one that has not."""
+    """summary.json of a run that has ended; None: it has not."""
     file = path / SUMMARY
     if not file.exists():
         return None
@@ -345,8 +360,10 @@ def read_summary(path: Path) -> Summary | None:
 def read_metrics(path: Path) -> list[MetricsLine]:
     """The lines of metrics.jsonl; a last line that was cut off is left out."""
     file = path / METRICS
+    if not file.exists():
+        return []
     lines: list[MetricsLine] = []
-    for text in file.read_text().splitlines() if file.exists() else []:
+    for text in file.read_text().splitlines():
         try:
             lines.append(modern_line(json.loads(text)))
         except json.JSONDecodeError:
@@ -355,6 +372,7 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
 
 def _read(file: Path, must: str) -> dict[str, Any]:
+    """The table in a JSON file. must: what the file must do, for the message where it is damaged."""
     try:
         value = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -380,15 +398,15 @@ def is_older(table: Mapping[str, Any]) -> bool:
 
 def modern_line(line: dict[str, Any]) -> MetricsLine:
     """A line of metrics with the names of this version."""
-    if is_older(line):
-        before = line["accuracy"]
-        validation = {
-            "as_sent": before.get("local"),
-            "server": before.get("server"),
-            "no_identity": before.get("global"),
-        }
-        line = {**line, "accuracy": {"validation": validation}}
-    return cast(MetricsLine, line)
+    if not is_older(line):
+        return cast(MetricsLine, line)
+    before = line["accuracy"]
+    validation = {
+        "as_sent": before.get("local"),
+        "server": before.get("server"),
+        "no_identity": before.get("global"),
+    }
+    return cast(MetricsLine, {**line, "accuracy": {"validation": validation}})
 
 
 def modern_summary(summary: Mapping[str, Any], lines: Sequence[MetricsLine]) -> dict[str, Any]:
@@ -404,8 +422,9 @@ def modern_summary(summary: Mapping[str, Any], lines: Sequence[MetricsLine]) -> 
         "server": accuracy.get("server"),
         "no_identity": accuracy.get("global"),
     }
+    renamed = ("accuracy", "scores", "accuracy_of_clients")
     return {
-        **{key: value for key, value in summary.items() if key not in ("accuracy", "scores", "accuracy_of_clients")},
+        **{key: value for key, value in summary.items() if key not in renamed},
         "accuracy": {"test": test, "validation": mean_validation(evaluated)},
         "measured": {"fine_tuned": [summary.get("rounds")], "validation": [line["round"] for line in evaluated]},
         "of_clients": {"test": _renamed(of_clients), "validation": {}},
@@ -419,25 +438,32 @@ def modern_evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
         return dict(evaluation)
     names = {"local": "fine_tuned", "proxy": "as_sent", "counts": "label_counts", "global": "no_identity"}
     modern = {names.get(key, key): value for key, value in evaluation.items()}
-    new = evaluation.get("new_clients")
-    if isinstance(new, Mapping):
-        inner = {"counts": "label_counts", "finetuned": "fine_tuned"}
-        rows = [{inner.get(key, key): value for key, value in row.items()} for row in new.get("labelled") or ()]
-        modern["new_clients"] = {**new, "labelled": rows or None}
+    new_clients = evaluation.get("new_clients")
+    if isinstance(new_clients, Mapping):
+        modern["new_clients"] = _modern_new_clients(new_clients)
     return modern
 
 
+def _modern_new_clients(new_clients: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"counts": "label_counts", "finetuned": "fine_tuned"}
+    rows = new_clients.get("labelled") or ()
+    labelled = [{names.get(key, key): value for key, value in row.items()} for row in rows]
+    return {**new_clients, "labelled": labelled or None}
+
+
 def _renamed(of_kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """What a summary of version 1 or 2 has for each kind on test data."""
+    """What a summary of version 1 or 2 has for each kind of accuracy on test data, with the names of this version."""
     names = {"local": "fine_tuned", "server": "server", "global": "no_identity"}
     return {names[kind]: value for kind, value in of_kinds.items() if kind in names}
 
 
 def judged_lines(lines: Sequence[MetricsLine]) -> list[MetricsLine]:
     """The lines of metrics that a run is judged by, at its end or as far as it has come."""
+    if not lines:
+        return []
     evaluated = {line["round"]: line for line in lines if "validation" in (line.get("accuracy") or {})}
-    rounds = lines[-1]["round"] if lines else 0
-    return [evaluated[t] for t in judged_rounds(sorted(evaluated), rounds)]
+    last_round = lines[-1]["round"]
+    return [evaluated[t] for t in judged_rounds(sorted(evaluated), last_round)]
 
 
 def mean_validation(lines: Sequence[MetricsLine]) -> ValidationAccuracy:

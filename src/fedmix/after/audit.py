@@ -1,7 +1,7 @@
-"""What the server could have learnt of the clients' labels: attacks on replies replayed from the run's own start and seed.
+"""What the server could have learnt about the clients' labels: attacks on replies that are replayed from the run's seed.
 
-A server that follows the protocol and looks at what it gets (sec:privacy, 'Privacy implications'). With
-server.aggregation = "linear" it gets sums over a cohort, and what they say of their members.
+The server follows the protocol and looks at what it gets (sec:privacy, 'Privacy implications'). With
+server.aggregation = "linear" it gets sums over a cohort, and learns what they say about its members.
 """
 
 import time
@@ -34,27 +34,37 @@ from fedmix.schema import AuditFile
 from fedmix.settings.build import Experiment, build_algorithm
 from fedmix.settings.recipe import Recipe
 
-AT_ONCE = 10  # clients whose answers are held at a time
+# The answers of this many clients are held at a time.
+AT_ONCE = 10
+# An estimate that is nearer to the truth than this is exact.
+EXACT = 1e-6
 Attack = Callable[["_Seen"], Vector | None]
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the server holds after a client's answer, or after the sum of several: numbers on which attacks work."""
+    """What the server holds after a client's answer, or after the sum of several: numbers on which attacks work.
+
+    points: how many points all members have together. steps: how many a member takes on average, each as long as one step of
+    plain SGD at the recipe's rate. bias: b_s - b, summed over experts. phi_before: phi as it was sent. shares: p(c|s), where
+    clients report it.
+    """
 
     members: Sequence[int]
-    points: float  # of all members
-    steps: float  # of a member, on average, each as long as one step of plain SGD at the recipe's rate
-    bias: Vector | None  # b_s - b, summed over experts
+    points: float
+    steps: float
+    bias: Vector | None
     q: Vector | None
     phi: Vector | None
-    phi_before: Vector | None  # as it was sent
-    shares: Vector | None  # p(c|s), where clients report it
+    phi_before: Vector | None
+    shares: Vector | None
 
     @property
     def support(self) -> Any:
         """The values of c that some member holds, by the rows of phi that changed."""
-        return None if self.phi is None or self.phi_before is None else leakage.rows_changed(self.phi_before, self.phi)
+        if self.phi is None or self.phi_before is None:
+            return None
+        return leakage.rows_changed(self.phi_before, self.phi)
 
 
 def audit_run(run: Restored, options: Options, watch: Stages = nobody) -> AuditFile:
@@ -82,10 +92,14 @@ class _Audit:
                 "look at them"
             )
 
-    def _marginals(self, values: torch.Tensor, count: int) -> dict[int, Vector]:
-        parts = self.federation.parts["train"]
-        counts = {s: np.bincount(values[torch.from_numpy(parts[s])].numpy(), minlength=count) for s in self.everybody}
-        return {s: of_client / of_client.sum() for s, of_client in counts.items()}
+    def _marginals(self, values: torch.Tensor, kinds: int) -> dict[int, Vector]:
+        """How often each of the values 0, 1, ..., kinds - 1 occurs among each client's training points, as shares."""
+        marginals = {}
+        for s in self.everybody:
+            points = torch.from_numpy(self.federation.parts["train"][s])
+            counts = np.bincount(values[points].numpy(), minlength=kinds)
+            marginals[s] = counts / counts.sum()
+        return marginals
 
     def everything(self) -> dict[str, Any]:
         seen = self._replays()
@@ -99,8 +113,8 @@ class _Audit:
             "side": self.federation.side,
             "names": [self.federation.names[s] for s in self.chosen],
             "points": [self.federation.size(s) for s in self.chosen],
-            "true": [self.labels[s].tolist() for s in self.chosen],
-            "true_side": None if c_is_label else [self.sides[s].tolist() for s in self.chosen],
+            "true": self._of_chosen(self.labels),
+            "true_side": None if c_is_label else self._of_chosen(self.sides),
             "guess": self._guess(self.labels),
             "guess_side": None if c_is_label else self._guess(self.sides),
             "attacks": attacks,
@@ -109,8 +123,11 @@ class _Audit:
             "notes": self.notes,
         }
 
+    def _of_chosen(self, marginals: dict[int, Vector]) -> list[list[float]]:
+        return [marginals[s].tolist() for s in self.chosen]
+
     def _replays(self) -> dict[str, list["_Seen"]]:
-        """What the server sees of a single full-batch step, of the first round, and of a round at the end."""
+        """What the server sees in a single full-batch step, in the first round, and in a round at the end."""
         start = starting_state(self.run.experiment)
         trained = MemoryStore()
         for s in self.run.store.clients():
@@ -134,27 +151,27 @@ class _Audit:
         }
 
     def _attack_biases(self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]]) -> None:
-        """What moves of the output bias say of labels."""
-        if self._bias_is_sent():
-            by_steps = partial(_by_steps, self.recipe.training.client_lr)
-            attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
-            for when in attacks:
-                attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
-                attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
-                if self.recipe.training.label_counts:
-                    attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
-            if self.recipe.training.label_counts:
-                self.notes["training.label_counts"] = (
-                    "counts are in front of what is shared, and its bias moves by what they do not explain; "
-                    "estimates by steps take it to be near zero"
-                )
-        else:
+        """What the movement of the output bias says about labels."""
+        if not self._bias_is_sent():
             self.notes["bias"] = "the output bias is not sent in training, or the model has none"
+            return
+        by_steps = partial(_by_steps, self.recipe.training.client_lr)
+        attacks["start"]["bias_single_step"] = self._judge(seen["single step"], by_steps, self.labels)
+        for when in attacks:
+            attacks[when]["bias_steps"] = self._judge(seen[when], by_steps, self.labels)
+            attacks[when]["bias_normalised"] = self._judge(seen[when], _normalised, self.labels)
+            if self.recipe.training.label_counts:
+                attacks[when]["bias_size"] = self._judge(seen[when], _by_size, self.labels)
+        if self.recipe.training.label_counts:
+            self.notes["training.label_counts"] = (
+                "counts are in front of what is shared, and its bias moves by what they do not explain; "
+                "estimates by steps take it to be near zero"
+            )
 
     def _attack_posteriors(
         self, seen: Mapping[str, Sequence[_Seen]], attacks: dict[str, dict[str, Any]], absent: dict[str, Any]
     ) -> None:
-        """What q(z|s), phi and rows that come back unchanged say of c."""
+        """What q(z|s), phi and the rows that come back unchanged say about c."""
         if not self._posterior_says_something():
             return
         for when in attacks:
@@ -166,6 +183,7 @@ class _Audit:
             absent[when] = self._absent(seen[when])
 
     def _experiment(self, recipe: Recipe) -> Experiment:
+        """The run's experiment with other settings."""
         trained = self.run.experiment
         example = self.federation.inputs(torch.arange(2))
         clients, categories = len(self.federation), self.federation.categories
@@ -174,9 +192,15 @@ class _Audit:
 
     def _groups(self) -> list[list[int]]:
         """Clients that answer together: some at a time; where the server sees sums, whole cohorts as in a round."""
-        if not self.linear:
-            return [self.chosen[start : start + AT_ONCE] for start in range(0, len(self.chosen), AT_ONCE)]
-        size, everybody = self.recipe.clients_per_round or len(self.everybody), list(self.everybody)
+        if self.linear:
+            return self._cohorts()
+        return [self.chosen[start : start + AT_ONCE] for start in range(0, len(self.chosen), AT_ONCE)]
+
+    def _cohorts(self) -> list[list[int]]:
+        """Cohorts of a round's size that together have every chosen client."""
+        everybody = list(self.everybody)
+        size = self.recipe.clients_per_round or len(everybody)
+        # The last cohort is filled up with the first clients.
         twice = everybody + everybody
         cohorts = [twice[start : start + size] for start in range(0, len(everybody), size)]
         return [cohort for cohort in cohorts if set(cohort) & set(self.chosen)]
@@ -184,9 +208,9 @@ class _Audit:
     def _replay(
         self, stage: str, experiment: Experiment, state: State, store: Store, again: bool = False
     ) -> list[_Seen]:
-        """Every client's answer to what it would be sent now, reduced to what attacks use; nothing of it is kept.
+        """Every client's answer to what it would be sent now, reduced to what attacks use. The answers are not kept.
 
-        again: as in the last round that was trained, not in one after it, which a rate schedule has no rate for.
+        again: replay the last round that was trained, not the one after it, for which a rate schedule has no rate.
         """
         t = state.round if again else state.round + 1
         seen: list[_Seen] = []
@@ -209,11 +233,12 @@ class _Audit:
         return [self._seen(recipe, [s], message, answer) for s, message, answer in pairs]
 
     def _field(self, tells: str) -> str | None:
-        """The name of the reply's field that tells this of a client."""
+        """The name of the reply's field that tells this about a client."""
         fields = self.run.experiment.algorithm.method.reply
         return next((name for name, field in fields.items() if field.tells == tells), None)
 
-    def _told(self, tensors: Mapping[str, torch.Tensor], tells: str) -> torch.Tensor | None:
+    def _tensor_that(self, tells: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The tensor of a reply that tells this about a client."""
         name = self._field(tells)
         return tensors.get(name) if name else None
 
@@ -226,47 +251,48 @@ class _Audit:
         before, after = sent.tensors, answer.tensors
         moved = [_array(after[name] - before[name]) for name in self._bias_names(after)]
         n = float(answer.numbers["n"])
-        q = _maybe(self._told(after, "marginal"))
+        q = _maybe(self._tensor_that("marginal", after))
         returned = list(self.run.experiment.algorithm.layout.unpack(after).experts)
         return _Seen(
             members=members,
             points=n,
             steps=self._steps(recipe, n, sent, None if q is None else q[returned]),
-            bias=np.sum(moved, axis=0) if moved else None,
+            bias=_total(moved),
             q=q,
-            phi=_maybe(self._told(after, "posterior")),
+            phi=_maybe(self._tensor_that("posterior", after)),
             phi_before=_maybe(self._sent_before(before)),
-            shares=_maybe(self._told(after, "shares")),
+            shares=_maybe(self._tensor_that("shares", after)),
         )
 
     def _sum_seen(self, recipe: Recipe, members: list[int], sent: Message, answers: Sequence[Message]) -> _Seen:
         """The cohort's sums as if they were one client's: mean movement, mean q, mean phi."""
         total = summed([answer.tensors for answer in answers])
         n = sum(float(answer.numbers["n"]) for answer in answers)
-        weighed = self._told(total, "marginal")
+        weighed = self._tensor_that("marginal", total)
         moved = [-_array(total[name] / self._weight_of(name, total, weighed, n)) for name in self._bias_names(total)]
         before = self._sent_before(sent.tensors)
-        phi = _moved_by_sum(before, self._told(total, "posterior"), n)
-        shares = self._told(total, "shares")
-        q = None if weighed is None else _array(weighed / n)
+        phi = _moved_by_sum(before, self._tensor_that("posterior", total), n)
+        q = _mean(weighed, n)
         return _Seen(
             members=members,
             points=n,
             steps=self._steps(recipe, n / len(members), sent, q),
-            bias=np.sum(moved, axis=0) if moved else None,
+            bias=_total(moved),
             q=q,
             phi=_maybe(phi),
             phi_before=None if phi is None else _maybe(before),
-            shares=None if shares is None else _array(shares / n),
+            shares=_mean(self._tensor_that("shares", total), n),
         )
 
     def _weight_of(self, name: str, total: Params, weighed: torch.Tensor | None, n: float) -> Any:
         """What a sum over the cohort is divided by: its points, or what they count for the expert."""
         experts = self.run.experiment.algorithm.layout.unpack({name: total[name]}).experts
-        return n if weighed is None or not experts else weighed[next(iter(experts))]
+        if weighed is None or not experts:
+            return n
+        return weighed[next(iter(experts))]
 
     def _bias_names(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The output layer's bias: of the shared model, or of each expert that is there."""
+        """The names of the output layer's bias: that of the shared model, or those of the experts that are there."""
         algorithm = self.run.experiment.algorithm
         bias = f"{self.run.experiment.model.output}.bias"
         wire = [bias] if bias in algorithm.layout.shared else []
@@ -295,10 +321,10 @@ class _Audit:
         return True
 
     def _steps(self, recipe: Recipe, points: float, sent: Message, q: Vector | None) -> float:
-        """A client's steps, as many plain ones at the recipe's rate: the server knows the schedule and the momentum, how much
-        longer a method's steps are together, and that label_counts leave 1/(N_s + 1) of a step.
+        """How many steps of plain SGD at the recipe's rate a client's steps are worth.
 
-        q: q(z|s) of the experts that came back.
+        The server knows the schedule and the momentum, how much longer a method's steps are together, and that label_counts
+        leave 1/(N_s + 1) of a step. q: q(z|s) of the experts that came back.
         """
         settings = recipe.training
         steps = max(int(np.ceil(points / settings.batch_size)), 1) * settings.epochs
@@ -314,18 +340,14 @@ class _Audit:
         estimates = self._estimates(seen, attack)
         if not estimates:
             return None
-        distances = {s: leakage.total_variation(true[s], p) for s, p in estimates.items()}
-        ranks = {s: leakage.rank_correlation(true[s], p) for s, p in estimates.items()}
-        known_ranks = [rank for rank in ranks.values() if rank is not None]
-        of_clients = {
-            s: {"estimate": p.tolist(), "total_variation": distances[s], "rank_correlation": ranks[s]}
-            for s, p in estimates.items()
-        }
+        of_clients = {s: _compared(estimate, true[s]) for s, estimate in estimates.items()}
+        distances = [row["total_variation"] for row in of_clients.values()]
+        ranks = [row["rank_correlation"] for row in of_clients.values()]
         return {
             "clients": len(estimates),
-            "total_variation": _spread(list(distances.values())),
-            "rank_correlation": float(np.mean(known_ranks)) if known_ranks else None,
-            "exact": sum(distance < 1e-6 for distance in distances.values()),
+            "total_variation": _spread(distances),
+            "rank_correlation": _mean_of_known(ranks),
+            "exact": sum(distance < EXACT for distance in distances),
             "of_clients": [of_clients.get(s) for s in self.chosen],
         }
 
@@ -352,10 +374,23 @@ class _Audit:
         return {"absent": missing, "found": noticed, "wrong": wrong}
 
     def _guess(self, true: dict[int, Vector]) -> dict[str, Any]:
-        """What anyone can say without looking: that a client is like the average of all."""
+        """How near anybody comes who looks at nothing, and says that a client is like the average of all."""
         sizes = np.array([self.federation.size(s) for s in self.everybody], dtype=np.float64)
         mean = np.average([true[s] for s in self.everybody], axis=0, weights=sizes)
         return {"total_variation": _spread([leakage.total_variation(true[s], mean) for s in self.chosen])}
+
+
+def _compared(estimate: Vector, true: Vector) -> dict[str, Any]:
+    return {
+        "estimate": estimate.tolist(),
+        "total_variation": leakage.total_variation(true, estimate),
+        "rank_correlation": leakage.rank_correlation(true, estimate),
+    }
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _by_steps(rate: float, seen: _Seen) -> Vector | None:
@@ -371,7 +406,9 @@ def _by_size(seen: _Seen) -> Vector | None:
 
 
 def _least_squares(seen: _Seen) -> Vector | None:
-    return None if seen.q is None or seen.phi is None else leakage.from_posterior(seen.q, seen.phi, seen.support)
+    if seen.q is None or seen.phi is None:
+        return None
+    return leakage.from_posterior(seen.q, seen.phi, seen.support)
 
 
 def _reported(seen: _Seen) -> Vector | None:
@@ -386,12 +423,23 @@ def _whole(seen: _Seen) -> Vector | None:
 
 
 def _in_round(message: Message, t: int) -> Message:
+    """A message as it would be sent in round t."""
     return Message(message.tensors, {**message.numbers, "round": t})
 
 
 def _moved_by_sum(before: torch.Tensor | None, total: torch.Tensor | None, n: float) -> torch.Tensor | None:
     """The posterior that the mean of the cohort's moves leads to."""
-    return None if before is None or total is None else before + total / n
+    if before is None or total is None:
+        return None
+    return before + total / n
+
+
+def _mean(total: torch.Tensor | None, n: float) -> Vector | None:
+    return None if total is None else _array(total / n)
+
+
+def _total(moved: Sequence[Vector]) -> Vector | None:
+    return np.sum(moved, axis=0) if moved else None
 
 
 def _maybe(tensor: torch.Tensor | None) -> Vector | None:
@@ -403,5 +451,5 @@ def _array(tensor: torch.Tensor) -> Vector:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """`most_exposed`: mean over the tenth of the clients that is known best."""
+    """Mean and standard deviation. most_exposed: the mean over the tenth of the clients that is known best."""
     return {"mean": float(np.mean(values)), "std": float(np.std(values)), "most_exposed": worst_decile(values)}

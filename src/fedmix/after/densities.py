@@ -15,18 +15,22 @@ from fedmix.rng import stream
 from fedmix.running.evaluate import Crowd
 from fedmix.running.loop import Engine, everyone
 
-QUICK = 10_000_000  # numbers in the clients' training inputs: minutes of training their densities, not hours
-AT_ONCE = 10  # clients that train a density between two looks at the clock
+# With this many numbers in the clients' training inputs, training their densities takes minutes, not hours.
+QUICK = 10_000_000
+# This many clients train a density between two reports of progress.
+AT_ONCE = 10
 
 
 class Densities:
+    """A generative model of each client's inputs."""
+
     def __init__(self, federation: Federation, crowd: Crowd, seed: int, watch: Stages) -> None:
         self.federation, self.crowd, self.seed, self.watch = federation, crowd, seed, watch
         self._messages: list[Message] = []
 
     @property
     def nbytes(self) -> int:
-        """What clients hand over for it."""
+        """The size of what clients hand over for it."""
         return sum(message.nbytes for message in self._messages)
 
     def train(self, engine: Engine, t: int, asked: bool | None) -> str | None:
@@ -47,6 +51,9 @@ class Densities:
         numbers = sum(self.federation.size(s) for s in self.crowd.clients) * self.federation.x[0].numel()
         if asked is None and numbers > QUICK:
             return f"left out: a VAE on each client would learn {numbers / 1e6:,.0f} million numbers; --vae asks for it"
+        return self._why_not_these_inputs()
+
+    def _why_not_these_inputs(self) -> str | None:
         try:
             for federation in (self.federation, self.federation.held_out or self.federation):
                 _refuse_inputs_without_range(federation)
@@ -55,7 +62,7 @@ class Densities:
         return None
 
     def posterior(self, new: Federation, points: int) -> Callable[[Tensor], Tensor]:
-        """log p(s|x): inputs [B, ...] -> [B, S]. It is asked chunk after chunk, `points` inputs in all."""
+        """The function log p(s|x): inputs [B, ...] -> [B, S]. It is called for chunk after chunk, `points` inputs in all."""
         models = [dict(message.tensors) for message in self._messages]
         chunks: Iterator[int] = iter(range(points))
 
@@ -70,6 +77,6 @@ class Densities:
 
 
 def _refuse_inputs_without_range(federation: Federation) -> None:
-    """A density needs inputs in [0, 1]: of images two are enough to know, of other inputs all are looked at."""
+    """Refuse inputs that are not in [0, 1], which a density needs. Two images are enough to know; of others all are tried."""
     count = 2 if federation.mean else len(federation.x)
     federation.unit(federation.inputs(torch.arange(count)))

@@ -1,6 +1,6 @@
-"""Every kind of inference after training: for a client that took part, for a new one with labelled points, for one without.
+"""Every kind of inference after training (sec:server_w, sec:NewShardInf).
 
-Inference at test time, sec:server_w, sec:NewShardInf.
+There are clients that took part, new clients with labelled points, and new clients without labels.
 """
 
 import math
@@ -22,6 +22,7 @@ from fedmix.core.score import score
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message
 from fedmix.data.federation import Federation
+from fedmix.data.partition import Indices
 from fedmix.engines.client import ADAPTED, Task, from_shared, labelled
 from fedmix.engines.store import MemoryStore
 from fedmix.rng import stream
@@ -31,16 +32,18 @@ from fedmix.running.loop import Engine, everyone
 from fedmix.running.where import Stage
 from fedmix.schema import EvaluationFile
 
-LABELLED = (5, 20, 100, 0)  # points of a new client; 0: all that it has
+# How many labelled points a new client has; 0: all of its points.
+LABELLED = (5, 20, 100, 0)
 MOST_SERVER_INPUTS = 10_000
-ONE_MODEL = "one model for all"  # what averaging is, where nothing is private
+# What averaging comes to, where nothing is private.
+ONE_MODEL = "one model for all"
 
 Predict = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
 
 
 def evaluate_run(run: Restored, options: Options, watch: Stages = nobody) -> EvaluationFile:
-    """All of it, as plain numbers: what `fedmix evaluate` prints and writes."""
+    """Every kind of inference, as plain numbers: what `fedmix evaluate` prints and writes."""
     began = time.perf_counter()
     result = {**run.about, **_Evaluation(run, options, watch).everything()}
     return cast(EvaluationFile, {**result, "seconds": time.perf_counter() - began})
@@ -79,7 +82,7 @@ class _Evaluation:
     # -- clients that took part ----------------------------------------------------------------------------------------
 
     def _taking_part(self, engine: Engine) -> dict[str, Any]:
-        """Clients that took part, on their own data: fine-tuned, as sent, with the server's weights, with label counts."""
+        """Scores of clients that took part, on their own data: fine-tuned, as sent, server's weights, label counts."""
         algorithm, state, t = self.algorithm, self.run.state, self.recipe.rounds
         epochs = self.recipe.evaluation.finetune_epochs
         self.watch("server weights", 0, 1)
@@ -97,7 +100,10 @@ class _Evaluation:
         return {kind: {"part": "validation" if kind == "as_sent" else "test", **row} for kind, row in rows.items()}
 
     def _label_counts(self, federation: Federation, clients: Sequence[int], points: int) -> dict[str, Any]:
-        """What is shared, and how often each label occurs among some of a client's own points; nothing is trained."""
+        """Predictions from what is shared and from how often each label occurs among some of a client's own points.
+
+        Nothing is trained for it. points: how many of a client's points are counted; 0: all.
+        """
         shared = from_shared(self.algorithm, self.message, federation.side)
         if shared is None:
             return {}
@@ -115,7 +121,7 @@ class _Evaluation:
         return {"label_counts": row}
 
     def _label_shares(self, classes: int) -> Tensor:
-        """The p(y) that what is shared has learnt: in equal shares where training had label counts in front of it."""
+        """The p(y) that the shared model has learnt: equal shares where label counts stood in front of it in training."""
         if self.algorithm.counts_labels:
             return torch.full((classes,), 1 / classes, dtype=torch.float64)
         return evaluate.label_shares(self.everybodys_labels)
@@ -123,11 +129,11 @@ class _Evaluation:
     # -- without identity ----------------------------------------------------------------------------------------------
 
     def _without_identity(self, federation: Federation, clients: Sequence[int], stage: str) -> dict[str, Any]:
-        """The union of test sets: gates (biases, representations) averaged; experts averaged; experts pooled."""
+        """Scores on the union of test sets: with gates (biases, representations) averaged; experts averaged; experts pooled."""
         self.watch(stage, 0, 1)
         rows: dict[str, Any] = {"averaged": self._averaged(federation, clients, stage)}
         if self.algorithm.distils:
-            # a gate that knows nothing gives every expert 1/K
+            # A gate that knows nothing gives every expert 1/K.
             gate = self.algorithm.new_client(self.recipe.seed)
             rows["uniform"] = self._row(
                 federation, clients, "experts averaged", lambda x: self.algorithm.predict(self.message, gate, x)
@@ -178,9 +184,13 @@ class _Evaluation:
         }
 
     def _with_labels(self, new: Federation, clients: Sequence[int]) -> list[Row]:
-        """Clients that never took part: their private parts alone are trained on a few labelled points, then all."""
+        """Scores of clients that never took part, with more and more labelled points.
+
+        First their private parts alone are trained on these points, then everything.
+        """
         known_values = new.side != "client"
         message = self.algorithm.newcomer(self.run.state, known_values)
+        # Where c is the client, a new client has a value that nobody knows.
         known = new if known_values else replace(new, c=torch.zeros_like(new.c))
         most = max(new.size(s) for s in clients)
         amounts = [points for points in LABELLED if points < most]
@@ -188,24 +198,27 @@ class _Evaluation:
         with self._engine(known) as engine:
             for done, points in enumerate(amounts):
                 self.watch("new clients with labels", done, len(amounts))
-                private, tuned = self._newcomers(engine, message, new, clients, points)
-                sizes = [_points_of(new, s, points) for s in clients]
-                curve.append(
-                    {
-                        "points": points or None,
-                        "mean_points": float(np.mean(sizes)),
-                        "private_parts": _of_clients(private),
-                        "fine_tuned": _of_clients(tuned),
-                        **self._label_counts(new, clients, points),
-                        "bytes_to_new_client": message.nbytes,
-                    }
-                )
+                curve.append(self._with_labelled_points(engine, message, new, clients, points))
         return curve
+
+    def _with_labelled_points(
+        self, engine: Engine, message: Message, new: Federation, clients: Sequence[int], points: int
+    ) -> Row:
+        private, tuned = self._newcomers(engine, message, new, clients, points)
+        sizes = [_points_of(new, s, points) for s in clients]
+        return {
+            "points": points or None,
+            "mean_points": float(np.mean(sizes)),
+            "private_parts": _of_clients(private),
+            "fine_tuned": _of_clients(tuned),
+            **self._label_counts(new, clients, points),
+            "bytes_to_new_client": message.nbytes,
+        }
 
     def _newcomers(
         self, engine: Engine, message: Message, new: Federation, clients: Sequence[int], points: int
     ) -> tuple[Scores, Scores]:
-        """Scores with their own private parts and the server's weights, and after fine-tuning all of it."""
+        """Scores of new clients with their own private parts and the server's weights, and after fine-tuning everything."""
         settings, t = self.recipe.evaluation, self.recipe.rounds
         tasks = []
         for s in clients:
@@ -229,7 +242,7 @@ class _Evaluation:
         return densities
 
     def _by_one_gate(self, new: Federation, clients: Sequence[int], densities: Densities | None) -> dict[str, Any]:
-        """For clients without labels: p(s|x) in place of p(s), and one gate in place of all."""
+        """Scores of clients without labels: with p(s|x) in place of p(s), and with one gate in place of all."""
         if not self.algorithm.distils:
             return {}
         if self.crowd is None:
@@ -270,10 +283,8 @@ class _Evaluation:
         return self.federation.inputs(index[torch.from_numpy(np.sort(order[:MOST_SERVER_INPUTS]))])
 
     def _some_points(self, new: Federation, clients: Sequence[int]) -> tuple[Federation, str]:
-        """At most options.points of the test points, from all clients alike."""
-        nothing = np.arange(0)
-        looked_at = set(clients)
-        tests = [part if s in looked_at else nothing for s, part in enumerate(new.parts["test"])]
+        """At most options.points of the clients' test points, drawn from all clients alike; and how many they are, in words."""
+        tests = _test_points(new, clients)
         total = sum(map(len, tests))
         most = self.options.points or total
         if most >= total:
@@ -293,8 +304,11 @@ class _Evaluation:
         from_clients: int = 0,
         to_new_client: int = 0,
     ) -> Row | None:
-        """from_clients, to_new_client: bytes beyond the experts, which clients hand over for it, and which a new client needs
-        to predict by itself."""
+        """The score of a way to predict without identity.
+
+        from_clients: the bytes that clients hand over for it beyond the experts. to_new_client: the bytes beyond the experts
+        that a new client needs to predict by itself.
+        """
         anyone = evaluate.for_anyone(self.algorithm, self.everybodys_labels, predict)
         numbers, of_clients = evaluate.on_union(federation, clients, "test", anyone)
         if not numbers["points"]:
@@ -308,8 +322,15 @@ class _Evaluation:
         }
 
 
+def _test_points(federation: Federation, clients: Sequence[int]) -> list[Indices]:
+    """The test points of each client; those that are not in `clients` get none."""
+    nothing = np.arange(0)
+    looked_at = set(clients)
+    return [points if s in looked_at else nothing for s, points in enumerate(federation.parts["test"])]
+
+
 def _points_of(new: Federation, client: int, points: int) -> int:
-    """How many labelled points a new client has, of `points` at most; 0: of all."""
+    """How many labelled points a new client has, if it may have `points` at most; 0: any number."""
     return min(points or new.size(client), new.size(client))
 
 

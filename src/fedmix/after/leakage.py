@@ -1,4 +1,4 @@
-"""What an honest but curious server can make of a client's answer: estimates of its label marginal p(y|s) (sec:privacy)."""
+"""What an honest but curious server can learn from a client's answer: estimates of its label marginal p(y|s) (sec:privacy)."""
 
 import os
 import sys
@@ -15,11 +15,14 @@ from fedmix.errors import SettingError
 
 Vector = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+# How long a mixed-integer programme may take.
 MILP_SECONDS = 2.0
-FITS = 1e-4  # of a point: what rounding in float32 leaves over
+# A solution fits if it is off by less than this share of the points: rounding in float32 leaves that much.
+FITS = 1e-4
 
 
 def scipy_or_complain() -> Any:
+    """SciPy; an error that says how to install it where it is missing."""
     try:
         import scipy.optimize
         import scipy.stats
@@ -39,16 +42,23 @@ def from_bias(moved: Vector, rate: float, steps: float) -> Vector:
 
 
 def from_bias_normalised(moved: Vector) -> Vector:
-    """The paper's for several steps: the difference itself, what is negative left out, as a distribution."""
-    positive = np.clip(moved, 0, None)
-    return positive / positive.sum() if positive.sum() > 0 else np.full(len(moved), 1 / len(moved))
+    """The paper's estimate for several steps: the difference itself without its negative part, as a distribution."""
+    return _distribution(np.clip(moved, 0, None))
 
 
 def from_bias_size(moved: Vector) -> Vector:
-    """How far each label's bias moved, in whichever direction: with label counts in front, labels that a client has hardly
-    any of are settled beforehand."""
-    far = np.abs(moved)
-    return far / far.sum() if far.sum() > 0 else np.full(len(moved), 1 / len(moved))
+    """How far each label's bias moved, in whichever direction, as a distribution.
+
+    With label counts in front, the bias of a label that a client has hardly any points of hardly moves.
+    """
+    return _distribution(np.abs(moved))
+
+
+def _distribution(sizes: Vector) -> Vector:
+    """Sizes as shares of their sum; equal shares where all are zero."""
+    total = sizes.sum()
+    shares: Vector = sizes / total if total > 0 else np.full(len(sizes), 1 / len(sizes))
+    return shares
 
 
 def rows_changed(before: Vector, after: Vector) -> Mask:
@@ -60,7 +70,7 @@ def rows_changed(before: Vector, after: Vector) -> Mask:
 def from_posterior(q: Vector, phi: Vector, support: Mask) -> Vector:
     """p(c|s) from q(z|s) = sum_c p(c|s) q(z|c): least squares on the simplex over the rows in `support`. [K], [C, K] -> [C]
 
-    Where several solutions are as good, the one nearest to uniform.
+    Where several solutions are equally good, it is the one nearest to uniform.
     """
     optimize = scipy_or_complain().optimize
     if not support.any():
@@ -69,24 +79,33 @@ def from_posterior(q: Vector, phi: Vector, support: Mask) -> Vector:
     n, ridge, sum_to_one = len(rows), 1e-4, 1e3
     system = np.vstack([rows.T, np.full((1, n), sum_to_one), ridge * np.eye(n)])
     target = np.concatenate([q, [sum_to_one], np.full(n, ridge / n)])
-    found, _ = optimize.nnls(system, target)
+    solution, _ = optimize.nnls(system, target)
     estimate = np.zeros(len(phi))
-    estimate[support] = found / found.sum()
+    estimate[support] = solution / solution.sum()
     return estimate
 
 
 def whole_numbers(q: Vector, phi: Vector, support: Mask, n: int) -> Vector | None:
-    """The same with N_s p(c|s) whole numbers: at least 1 for every row in `support` and 0 elsewhere if that fits what was
-    seen, else any. None where nothing fits, or nothing that does is found in time."""
+    """The same estimate, where N_s p(c|s) must be whole numbers; None: nothing fits, or nothing was found in time.
+
+    They are at least 1 for every row in `support` and 0 elsewhere if that fits what was seen, else any whole numbers.
+    """
     for rows, fewest in ((support, 1), (np.ones_like(support), 0)):
-        found = _programme(q, phi, rows, n, fewest)
-        if found is not None and found[1] < FITS * n:
-            return found[0]
+        solution = _programme(q, phi, rows, n, fewest)
+        if solution is None:
+            continue
+        estimate, misfit = solution
+        if misfit < FITS * n:
+            return estimate
     return None
 
 
 def _programme(q: Vector, phi: Vector, support: Mask, n: int, fewest: int) -> tuple[Vector, float] | None:
-    """Least sum over k of |sum_c n_c q(z=k|c) - N_s q(z=k|s)| over whole n_c, as a mixed-integer programme."""
+    """The whole n_c with the least misfit, the sum over k of |sum_c n_c q(z=k|c) - N_s q(z=k|s)|, and that misfit.
+
+    It is a mixed-integer programme; None: it has no solution, or none was found in time. The variables are n_c of the rows
+    that are held, then for each k a bound on its absolute value; `whole` is 1 for the former and 0 for the latter.
+    """
     optimize = scipy_or_complain().optimize
     rows = phi[support]
     held, experts = rows.shape
@@ -94,7 +113,7 @@ def _programme(q: Vector, phi: Vector, support: Mask, n: int, fewest: int) -> tu
         return None
     eye, whole = np.eye(experts), np.concatenate([np.ones(held), np.zeros(experts)])
     with _no_chatter():
-        found = optimize.milp(
+        result = optimize.milp(
             1 - whole,
             constraints=[
                 optimize.LinearConstraint(np.hstack([rows.T, -eye]), -np.inf, n * q),
@@ -105,11 +124,11 @@ def _programme(q: Vector, phi: Vector, support: Mask, n: int, fewest: int) -> tu
             bounds=optimize.Bounds(fewest * whole, np.inf),
             options={"time_limit": MILP_SECONDS},
         )
-    if found.x is None:
+    if result.x is None:
         return None
     estimate = np.zeros(len(phi))
-    estimate[support] = np.round(found.x[:held]) / n
-    return estimate, float(found.fun)
+    estimate[support] = np.round(result.x[:held]) / n
+    return estimate, float(result.fun)
 
 
 @contextmanager
@@ -127,12 +146,12 @@ def _no_chatter() -> Iterator[None]:
 
 
 def total_variation(p: Vector, q: Vector) -> float:
-    """0: the same distribution, 1: nothing in common."""
+    """The distance of two distributions. 0: they are the same. 1: they have nothing in common."""
     return float(0.5 * np.abs(p - q).sum())
 
 
 def rank_correlation(p: Vector, q: Vector) -> float | None:
-    """Spearman's; None where one of them is constant, which has no ranks."""
+    """Spearman's rank correlation; None where one of the two is constant, which has no ranks."""
     if np.ptp(p) == 0 or np.ptp(q) == 0:
         return None
     return float(scipy_or_complain().stats.spearmanr(p, q).statistic)

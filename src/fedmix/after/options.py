@@ -1,4 +1,4 @@
-"""What evaluate and audit are asked: where they run, on which clients; and how they are watched."""
+"""Options of evaluate and audit: where they run, which clients they look at, how they are watched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from fedmix.errors import SettingError
 from fedmix.rng import stream
 from fedmix.running.where import Where
 
-# what is being done, how much of it is done, of how much
+# A function that is called with what is being done, how much of it is done, and of how much.
 Stages = Callable[[str, int, int], None]
 
 
@@ -17,10 +17,11 @@ def nobody(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """clients: look at this many, drawn at random; 0: all.
+    """Options of evaluate and audit.
 
-    densities: train a generative model on each client for p(s|x); None: where that is quick. points: a new client's inputs for
-    p(s|x), whose cost is clients x points; 0: all.
+    clients: how many are looked at, drawn at random; 0: all. densities: whether a generative model is trained on each client
+    for p(s|x); None: where that is quick. points: how many inputs of new clients p(s|x) is asked for, whose cost is clients
+    x points; 0: all.
     """
 
     where: Where = field(default_factory=Where)
@@ -35,7 +36,7 @@ class Options:
             raise SettingError(f"--points must be 0 (for all) or more. Got {self.points} instead.")
 
     def sample(self, total: int, seed: int) -> list[int]:
-        """The clients to look at, of `total`."""
+        """The clients to look at, out of `total`."""
         if not 0 < self.clients < total:
             return list(range(total))
         return sorted(stream(seed, "evaluate", "clients").permutation(total)[: self.clients].tolist())

@@ -27,7 +27,8 @@ class Restored:
     path: Path
     experiment: Experiment
     state: State
-    store: MemoryStore  # the clients' private states, as they were then
+    # The clients' private states, as they were then.
+    store: MemoryStore
     carried: Carried
 
     @property
@@ -53,7 +54,7 @@ def restore(
     data_dir: str | None = None,
     algorithm: Page | None = None,
 ) -> Restored:
-    """The run with its data, which must be what it was trained on; what was handed over in Python is handed over again."""
+    """The run with its data, which must be what it was trained on. What was handed over in Python must be given again."""
     path = Path(run)
     recipe = run_recipe(path)
     if recipe.data.source == OWN and federation is None:
@@ -67,8 +68,8 @@ def restore(
         raise RunError(
             f"{path} must be looked at with its own data. What is found now differs from its federation.json."
         )
-    found = last_checkpoint(path, recipe, experiment.algorithm)
+    checkpoint = last_checkpoint(path, recipe, experiment.algorithm)
     store = MemoryStore()
-    for client, private in private_states(path, found).items():
+    for client, private in private_states(path, checkpoint).items():
         store.put(client, private)
-    return Restored(path, experiment, found.state, store, found.carried)
+    return Restored(path, experiment, checkpoint.state, store, checkpoint.carried)

@@ -34,11 +34,11 @@ class TrainedRun:
         self.recipe = run.recipe
         self.round = run.checkpoint.round
         self.clients: list[str] = run.federation["clients"]
-        # what the user calls the classes, where the data says so
+        # What the user calls the classes, where the data says so.
         self.labels: list[str] = run.federation.get("labels", [])
         self._mean, self._std = run.federation["mean"], run.federation["std"]
         self._side = run.federation["side"]
-        # None: label counts never left the sites
+        # None: the label counts never left the sites.
         self._label_counts: list[list[int]] | None = run.federation.get("label_counts")
         self._model, self._algorithm = run.model, run.algorithm
         self._state = run.checkpoint.state
@@ -63,20 +63,20 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[MetricsLine]:
-        """metrics.jsonl, a dict a round."""
+        """metrics.jsonl: a dict for each round."""
         return schema.read_metrics(self.path)
 
     def _inputs(self, x: Any) -> Tensor:
-        """Arrays as what the model is given; images of bytes are normalised as they were in training."""
+        """Arrays as the model takes them: images of bytes are normalised as they were in training."""
         tensor = x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
         return normalised(tensor, self._mean, self._std) if self._mean else tensor.float()
 
     def log_prob(self, x: Any) -> Tensor:
-        """log p(y|x) for somebody who is none of the clients, from what is shared alone: [N, ...] -> [N, classes].
+        """log p(y|x) for somebody who is not one of the clients, from what is shared alone: [N, ...] -> [N, classes].
 
-        FedAvg's model; FedMix's experts pooled, with q(z|y) divided out, where its side information is the label. After
-        training.label_counts it is p(y|x) where labels are as frequent as everybody's together, or, where their counts
-        never left the sites, equally frequent.
+        That is FedAvg's model, or FedMix's experts pooled, with q(z|y) divided out, where its side information is the label.
+        After training.label_counts it is p(y|x) for somebody with the labels of all clients together, or, where their counts
+        never left the sites, with equally many of each label.
         """
         shared = from_shared(self._algorithm, self._algorithm.broadcast(self._state, None), self._side)
         if shared is None:
@@ -89,7 +89,7 @@ class TrainedRun:
         return shared(self._inputs(x)).float()
 
     def predict(self, x: Any) -> Tensor:
-        """The most probable label of each input, for somebody who is none of the clients: [N, ...] -> [N]."""
+        """The most probable label of each input, for somebody who is not one of the clients: [N, ...] -> [N]."""
         return self.log_prob(x).argmax(dim=1)
 
     def client(self, client: int | str) -> "TrainedClient":
@@ -107,14 +107,14 @@ class TrainedClient:
         self._private = run._privates[number] if self.took_part else self._new(number)
 
     def _new(self, number: int) -> Params:
-        """Before any training: what every client starts from, and its own label counts where the run knows them."""
+        """What a client has before any training: what all clients start from, and its label counts where they are known."""
         algorithm, counts = self._run._algorithm, self._run._label_counts
         private = algorithm.new_client(self._run.recipe.seed, number)
         if not algorithm.counts_labels or counts is None:
             return private
-        return algorithm.counted(
-            private, torch.arange(len(counts[number])).repeat_interleave(torch.tensor(counts[number]))
-        )
+        of_client = torch.tensor(counts[number])
+        labels = torch.arange(len(of_client)).repeat_interleave(of_client)
+        return algorithm.counted(private, labels)
 
     def log_prob(self, x: Any) -> Tensor:
         """log p(y|x,s): [N, ...] -> [N, classes]."""

@@ -1,6 +1,7 @@
-"""What there is: recipes, data sets, and how to get them."""
+"""Commands that list what there is, recipes and data sets, and download data sets."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ def recipes(args: Any) -> int:
         )
     if args.json:
         print(json.dumps(rows))
-        return 0
+    else:
+        _show_recipes(rows)
+    return 0
+
+
+def _show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(caption="fedmix train RECIPE; a TOML file of your own works as well", caption_justify="left")
@@ -34,7 +40,6 @@ def recipes(args: Any) -> int:
     for row in rows:
         table.add_row(*map(str, row.values()))
     show(table)
-    return 0
 
 
 def data(args: Any) -> int:
@@ -46,7 +51,12 @@ def data(args: Any) -> int:
     rows = survey(data_dir)
     if "json" in args:
         print(json.dumps({"looked": looked, "sources": rows}))
-        return 0
+    else:
+        _show_sources(looked, rows)
+    return 0
+
+
+def _show_sources(looked: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(
@@ -55,19 +65,22 @@ def data(args: Any) -> int:
     for column in ("source", "what it is", "here", "where, or where to get it"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        missing = "" if not row["found"] else f"{row['found']} has no {', '.join(row['missing'])}; "
-        get = f"fedmix data get {row['source']}, or " if row["get"] else ""
-        where = row["found"] if row["ready"] else f"{missing}{get}{row['publisher']}"
-        table.add_row(row["source"], row["about"], "yes" if row["ready"] else "no", where)
+        table.add_row(row["source"], row["about"], "yes" if row["ready"] else "no", _where(row))
     show(table)
-    return 0
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    """Where a data set is, or where to get it."""
+    folder: str = row["found"]
+    if row["ready"]:
+        return folder
+    missing = f"{folder} has no {', '.join(row['missing'])}; " if folder else ""
+    get = f"fedmix data get {row['source']}, or " if row["get"] else ""
+    return f"{missing}{get}{row['publisher']}"
 
 
 def data_get(args: Any) -> int:
-    from fedmix.cli.progress import downloads
-    from fedmix.data.download import get
-    from fedmix.data.files import cache_folder, intact
-    from fedmix.data.sources import DATASETS, NEEDS
+    from fedmix.data.sources import DATASETS
     from fedmix.errors import one_of
 
     if args.name == "digits":
@@ -75,18 +88,29 @@ def data_get(args: Any) -> int:
         return 0
     if args.name not in DATASETS:
         raise SettingError(one_of("a data set", args.name, DATASETS))
+    folders = _download(args)
+    if "json" in args:
+        print(json.dumps(folders))
+        return 0
+    for name, folder in folders.items():
+        print(f"{name}: {folder}")
+    return 0
+
+
+def _download(args: Any) -> dict[str, str]:
+    """Download a data set and those that it needs, unless they are here; the folder of each."""
+    from fedmix.cli.progress import downloads
+    from fedmix.data.download import get
+    from fedmix.data.files import cache_folder, intact
+    from fedmix.data.sources import DATASETS, NEEDS
+
     data_dir = getattr(args, "data_dir", None)
-    folder = Path(data_dir).expanduser() if data_dir else cache_folder() / "data"
-    here: dict[str, str] = {}
+    target = Path(data_dir).expanduser() if data_dir else cache_folder() / "data"
+    folders: dict[str, str] = {}
     with downloads(args.quiet) as watch:
         for dataset in (*NEEDS.get(args.name, ()), DATASETS[args.name]):
             version, paths, missing = dataset.look(data_dir)
             if missing or not intact(version, paths):
-                paths = get(dataset, folder, args.mirror, watch)
-            here[dataset.name] = str(paths[0].parent)
-    if "json" in args:
-        print(json.dumps(here))
-    else:
-        for name, place in here.items():
-            print(f"{name}: {place}")
-    return 0
+                paths = get(dataset, target, args.mirror, watch)
+            folders[dataset.name] = str(paths[0].parent)
+    return folders

@@ -6,15 +6,17 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedmix.cli.output import names_in, say, show, show_summary, told_unless
+from fedmix.cli.output import names_in, say, say_unless, show, show_summary
 from fedmix.cli.training import changes
 from fedmix.errors import RunError, SettingError
 
 
 def _recipe(args: Any, name: str) -> Any:
+    """A recipe with the changes that the flags make."""
     from fedmix.settings.reading import read_recipe
 
     return read_recipe(name, getattr(args, "algorithm", None), changes(args, seed=args.seed), args.scale)
@@ -43,19 +45,23 @@ def check(args: Any) -> int:
     if args.json:
         print(json.dumps(rows))
     else:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for column in ("check", "", "found"):
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(row["check"], "ok" if row["ok"] else "WRONG", Text(row["found"]))
-        show(table)
+        _show_checks(rows)
     if wrong:
         say(f"error: {len(wrong)} of {len(rows)} checks failed; the first is {wrong[0]['check']}")
         return 2
     return 0
+
+
+def _show_checks(rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for column in ("check", "", "found"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row["check"], "ok" if row["ok"] else "WRONG", Text(row["found"]))
+    show(table)
 
 
 def accept(args: Any) -> int:
@@ -121,10 +127,11 @@ def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
     from fedmix.deploy.submit import Submission
     from fedmix.running.loggers import check_tools, logging_to
 
-    quiet, tools = args.quiet, check_tools(args.log)
+    tools = check_tools(args.log)
+    hint = say_unless(args.quiet)
     title = f"{recipe.algorithm}, seed {recipe.seed}"
-    with progress(title, quiet) as bar, logging_to(tools, out, recipe, say, bar, told_unless(quiet)) as told:
-        submission = Submission(folder, recipe, out, args.data_dir, args.wait, told, told_unless(quiet))
+    with progress(title, args.quiet) as bar, logging_to(tools, out, recipe, say, bar, hint) as watch:
+        submission = Submission(folder, recipe, out, args.data_dir, args.wait, watch, hint)
         try:
             summary = submission.train(args.resume, args.overwrite)
         except KeyboardInterrupt:
@@ -136,33 +143,47 @@ def _run(args: Any, folder: Path, recipe: Any, out: Path) -> int:
 
 def up(args: Any) -> int:
     from fedmix.deploy import local
-    from fedmix.deploy.serve import told_to_stop
     from fedmix.engines.flower import flwr
 
     flwr()
     folder = Path(args.out)
-    there = (folder / "server" / "server.toml").is_file()
     if args.local < 1:
         raise SettingError(f"--local must be 1 or more. Got {args.local} instead.")
     recipe = _recipe(args, args.recipe)
-    if not there:
-        local.prepare(folder, args.local, recipe, args.data_dir)
-    elif len(list((folder / "sites").iterdir())) != args.local:
-        raise SettingError(f"{folder} holds another number of sites than --local {args.local}; choose another --out.")
-    else:
-        local.agree(folder, recipe)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: everything is stopped
+    _prepare(args, folder, recipe)
+    # SIGTERM is taken for Ctrl-C, so that everything is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with local.up(folder, say) as running:
         if args.train:
             return _run(args, folder / "server", recipe, _default_out(folder / "server", recipe))
         say(f"{args.local} sites are connected; logs in {folder / 'logs'}")
         say(f"train with: fedmix deploy run {folder}. Ctrl-C ends server and sites")
-        with told_to_stop() as stop:
-            while not stop.wait(0.5):
-                for name, own in running.items():
-                    if own.trouble:
-                        raise RunError(f"{name}: {own.trouble}")
+        _wait_for_ctrl_c(running)
     return 0
+
+
+def _prepare(args: Any, folder: Path, recipe: Any) -> None:
+    """A new federation, or the one that is in the folder, with this recipe."""
+    from fedmix.deploy import local
+
+    if not (folder / "server" / "server.toml").is_file():
+        local.prepare(folder, args.local, recipe, args.data_dir)
+        return
+    sites = list((folder / "sites").iterdir())
+    if len(sites) != args.local:
+        raise SettingError(f"{folder} holds another number of sites than --local {args.local}; choose another --out.")
+    local.agree(folder, recipe)
+
+
+def _wait_for_ctrl_c(running: Mapping[str, Any]) -> None:
+    """Wait until somebody asks to stop. A server or site that is in trouble ends it."""
+    from fedmix.deploy.serve import told_to_stop
+
+    with told_to_stop() as stop:
+        while not stop.wait(0.5):
+            for name, member in running.items():
+                if member.trouble:
+                    raise RunError(f"{name}: {member.trouble}")
 
 
 def _default_out(folder: Path, recipe: Any) -> Path:
@@ -174,45 +195,58 @@ def _default_out(folder: Path, recipe: Any) -> Path:
 def predict(args: Any) -> int:
     from fedmix.deploy.predict import predict_site
 
-    out = Path(args.out) if args.out else None
-    if out and out.suffix not in (".csv", ".npz"):
-        raise SettingError(f"--out must be a .csv or .npz file. Got {args.out!r} instead.")
-    if out and out.exists() and not args.overwrite:
-        raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
-    found = predict_site(Path(args.site), Path(args.input), args.client, args.run, args.x, args.y)
+    out = _file_for_predictions(args) if args.out else None
+    result = predict_site(Path(args.site), Path(args.input), args.client, args.run, args.x, args.y)
     if out:
-        _write_predictions(out, found)
+        _write_predictions(out, result)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return 0
     if not out:
-        _rows(sys.stdout, found)
-    good = f", accuracy {100 * found['accuracy']:.1f} % of those with labels" if "accuracy" in found else ""
-    words = f"client {found['client']}, round {found['round']}: {len(found['predictions']):,} predictions{good}"
-    say(words + (f"; {out}" if out else ""))
+        _write_rows(sys.stdout, result)
+    and_file = f"; {out}" if out else ""
+    say(f"{_words_on_predictions(result)}{and_file}")
     return 0
 
 
-def _rows(file: Any, found: dict[str, Any]) -> None:
+def _file_for_predictions(args: Any) -> Path:
+    out = Path(args.out)
+    if out.suffix not in (".csv", ".npz"):
+        raise SettingError(f"--out must be a .csv or .npz file. Got {args.out!r} instead.")
+    if out.exists() and not args.overwrite:
+        raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
+    return out
+
+
+def _words_on_predictions(result: Mapping[str, Any]) -> str:
+    words = f"client {result['client']}, round {result['round']}: {len(result['predictions']):,} predictions"
+    if "accuracy" not in result:
+        return words
+    return f"{words}, accuracy {100 * result['accuracy']:.1f} % of those with labels"
+
+
+def _write_rows(file: Any, result: Mapping[str, Any]) -> None:
+    """Predictions as CSV: the label of each input, then the probability of each label."""
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["label", *(f"p({name})" for name in found["labels"])])
-    for label, row in zip(found["predictions"], found["probabilities"], strict=True):
+    writer.writerow(["label", *(f"p({name})" for name in result["labels"])])
+    for label, row in zip(result["predictions"], result["probabilities"], strict=True):
         writer.writerow([label, *row])
 
 
-def _write_predictions(path: Path, found: dict[str, Any]) -> None:
+def _write_predictions(path: Path, result: Mapping[str, Any]) -> None:
+    """Predictions to a file, which is whole or not there at all."""
     import numpy as np
 
     part = path.with_name(path.name + ".part")
     if path.suffix == ".csv":
         with open(part, "w", newline="") as file:
-            _rows(file, found)
+            _write_rows(file, result)
     else:
         with open(part, "wb") as binary:
             np.savez(
                 binary,
-                label=np.array(found["predictions"]),
-                p=np.array(found["probabilities"], dtype=np.float32),
-                labels=np.array(found["labels"]),
+                label=np.array(result["predictions"]),
+                p=np.array(result["probabilities"], dtype=np.float32),
+                labels=np.array(result["labels"]),
             )
     os.replace(part, path)

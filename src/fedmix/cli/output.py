@@ -10,6 +10,7 @@ from fedmix.schema import Summary
 
 
 def complain(message: str) -> int:
+    """Say what was wrong, in one line, and give back the status to exit with."""
     print("fedmix: error: " + " ".join(message.split()), file=sys.stderr)
     return 2
 
@@ -18,12 +19,12 @@ def say(message: str) -> None:
     print(f"fedmix: {message}", file=sys.stderr, flush=True)
 
 
-def told_unless(quiet: bool) -> Callable[[str], None]:
+def say_unless(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else say
 
 
 def names_in(text: str) -> list[str]:
-    """Of a flag that takes names with commas."""
+    """The names that a flag was given, with commas between them."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -45,7 +46,7 @@ def show_summary(summary: Summary, out: Path, as_json: bool) -> None:
 
 
 def picture_of(draw: Callable[[Any, Path], None], what: Any, picture: Path) -> str | None:
-    """Where the picture is; None without Matplotlib."""
+    """Draw a picture, and say where it is; None: there is none, as without Matplotlib."""
     try:
         draw(what, picture)
     except ModuleNotFoundError:

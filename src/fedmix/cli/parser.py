@@ -36,11 +36,14 @@ DEPLOY_EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The whole command line. `fedmix --help` lists the commands in the order in which they are added here."""
     parser = Parser(
         prog="fedmix",
         description="Train a federated mixture of experts: K expert models shared by all clients, a private gate on each.",
@@ -49,12 +52,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedmix {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _training_commands(commands)
+    _commands_after_training(commands)
+    _report_commands(commands)
+    _commands_before_training(commands)
+    _data_commands(commands)
+    _deploy_commands(commands)
+    _predict_command(commands)
+    return parser
 
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _training_commands(commands: Any) -> None:
+    """fedmix train | compare | sweep."""
     train = _command(commands, "train", training.train, "train one method on one recipe")
     _recipe_options(train)
     _run_options(train)
-    train.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    train.add_argument("--seed", type=int, metavar="N", help="the seed of data, start and order")
+    _algorithm_option(train)
+    train.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="the seed for the split of the data, the first weights, and the order of clients and points",
+    )
     train.add_argument("--warm-start", metavar="RUN", help="start from the experts of another run")
 
     compare = _command(commands, "compare", training.compare, "train several methods, print one table")
@@ -64,17 +86,15 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--algorithms", metavar="A,B,...", default=methods, help=f"methods by name (default: {methods})"
     )
-    compare.add_argument(
-        "--seeds", metavar="0,1,...", help="seeds to repeat everything with (default: the recipe's own)"
-    )
+    _seeds_option(compare)
 
     sweep = _command(
         commands, "sweep", training.sweep, "train a grid of settings: one table, one figure, each run resumable"
     )
     _recipe_options(sweep)
     _run_options(sweep)
-    sweep.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    sweep.add_argument("--seeds", metavar="0,1,...", help="seeds to repeat everything with (default: the recipe's own)")
+    _algorithm_option(sweep)
+    _seeds_option(sweep)
     sweep.add_argument(
         "--by",
         default="as-sent",
@@ -83,6 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sweep.epilog = "example: fedmix sweep digits-skew --set fedmix.eta=0,0.25,0.5,0.75 --rounds 20 --seeds 0,1,2"
 
+
+def _commands_after_training(commands: Any) -> None:
+    """fedmix evaluate | audit."""
     evaluate = _command(
         commands,
         "evaluate",
@@ -108,13 +131,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _after_options(audit)
 
+
+def _report_commands(commands: Any) -> None:
+    """fedmix report | watch | figures | show."""
     report = _command(commands, "report", results.report, "one self-contained HTML page of one run or several")
     _runs_option(report)
     report.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first RUN or folder)")
     report.add_argument("--overwrite", action="store_true", help="replace the page that is in --out")
 
     watch = _command(
-        commands, "watch", results.watch, "the same page live, in a browser on this machine, while a run goes on"
+        commands,
+        "watch",
+        results.watch,
+        "the page of fedmix report, live in a browser on this machine, while a run goes on",
     )
     _runs_option(watch)
     watch.add_argument(
@@ -123,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     figures = _command(commands, "figures", results.figures, "every figure as SVG and PNG fit for a paper, and tables")
     _runs_option(figures)
-    figures.add_argument("--out", required=True, metavar="DIR", help="where they go")
+    figures.add_argument("--out", required=True, metavar="DIR", help="the folder for the figures and tables")
     figures.add_argument("--overwrite", action="store_true", help="replace figures that are there")
 
     show = _command(
@@ -131,19 +160,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _runs_option(show)
 
+
+def _commands_before_training(commands: Any) -> None:
+    """fedmix plan | split."""
     plan = _command(commands, "plan", training.plan, "parameters, bytes, FLOP, memory and time, before anything runs")
     _recipe_options(plan)
-    plan.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    plan.add_argument("--workers", type=int, metavar="N", help="clients side by side (default: all cores)")
+    _algorithm_option(plan)
+    plan.add_argument(
+        "--workers", type=int, metavar="N", help="how many clients train side by side (default: all cores)"
+    )
 
     split = _command(
         commands, "split", results.split, "draw who holds what: clients by classes, as a table and a picture"
     )
     _recipe_options(split)
-    split.add_argument("--seed", type=int, metavar="N", help="the seed of the split (the recipe's own by default)")
+    split.add_argument("--seed", type=int, metavar="N", help="the seed for the split (default: the recipe's)")
     split.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: a .png under runs/)")
     split.add_argument("--overwrite", action="store_true", help="replace the picture that is in --out")
 
+
+def _data_commands(commands: Any) -> None:
+    """fedmix recipes | data | data get."""
     recipes = _command(commands, "recipes", available.recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
 
@@ -157,14 +194,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     get.add_argument("name", metavar="NAME", help="a data set of the list that `fedmix data` prints")
     get.add_argument("--mirror", metavar="URL", help="take the publisher's files from here, by their names")
-    get.add_argument("--quiet", action="store_true", help="no progress")
-    _data_options(get, "where it goes, and is looked for first (default: the user's cache)")
-    _deploy_commands(commands)
-    return parser
+    _quiet_option(get)
+    _data_options(get, "where the data set goes, and is looked for first (default: the user's cache)")
 
 
 def _deploy_commands(commands: Any) -> None:
-    """fedmix deploy init | check | accept | serve | run | up, and fedmix predict."""
+    """fedmix deploy init | check | accept | serve | run | up."""
     deploy = commands.add_parser(
         "deploy",
         help="a federation of machines, on Flower: keys, checks, processes, a run over them",
@@ -173,7 +208,12 @@ def _deploy_commands(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _folder_actions(actions)
+    _process_actions(actions)
 
+
+def _folder_actions(actions: Any) -> None:
+    """fedmix deploy init | check | accept."""
     init = _command(actions, "init", deployment.init, "write certificates, keys, settings and start commands")
     init.add_argument("folder", metavar="DIR", help="a new folder; what to do with its parts is in its README.md")
     init.add_argument("--sites", required=True, metavar="A,B,...", help="names of the sites")
@@ -184,7 +224,7 @@ def _deploy_commands(commands: Any) -> None:
         help="where sites will find the server (%(default)s)",
     )
     init.add_argument(
-        "--recipe", metavar="R", help="to try out: a recipe with data of its own, of which each site holds a part"
+        "--recipe", metavar="R", help="for trying out: a recipe with data of its own, of which each site gets a part"
     )
     init.add_argument("--json", action="store_true", help="print JSON")
 
@@ -199,11 +239,14 @@ def _deploy_commands(commands: Any) -> None:
         "at a site: accept a recipe that the server may train, or list those accepted",
     )
     accept.add_argument("folder", metavar="DIR", help="the site's folder")
-    accept.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or a shipped recipe; none: list")
-    accept.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
+    accept.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file or a shipped recipe; without it, list")
+    _algorithm_option(accept)
     accept.add_argument("--seed", type=int, metavar="N", help="the seed of the runs that are accepted")
     _recipe_changes(accept)
 
+
+def _process_actions(actions: Any) -> None:
+    """fedmix deploy serve | run | up."""
     serve = _command(actions, "serve", deployment.serve, "start the server or a site, until Ctrl-C")
     serve.add_argument("folder", metavar="DIR", help="the folder of a site or of the server")
     serve.add_argument(
@@ -211,13 +254,13 @@ def _deploy_commands(commands: Any) -> None:
         type=float,
         default=120,
         metavar="S",
-        help="seconds for a server that does not let it in yet (%(default)s)",
+        help="how many seconds a site waits for a server that does not let it in yet (%(default)s)",
     )
     serve.add_argument("--show", action="store_true", help="print the Flower commands instead of starting them")
 
     run = _command(actions, "run", deployment.run, "train over the connected sites; on the server's machine")
     run.add_argument("folder", metavar="DIR", help="the server's folder, or the one around it")
-    run.add_argument("--recipe", metavar="R", help="another one than the recipe.toml of the folder")
+    run.add_argument("--recipe", metavar="R", help="a recipe to train instead of the folder's recipe.toml")
     run.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under the server's runs/)")
     _recipe_changes(run)
     _submission_options(run)
@@ -226,16 +269,19 @@ def _deploy_commands(commands: Any) -> None:
         actions, "up", deployment.up, "server and sites on this machine alone, with TLS and keys, until Ctrl-C"
     )
     up.add_argument(
-        "recipe", nargs="?", default="digits-skew", metavar="RECIPE", help="with data of its own (%(default)s)"
+        "recipe", nargs="?", default="digits-skew", metavar="RECIPE", help="a recipe with data of its own (%(default)s)"
     )
     up.add_argument(
         "--local", type=int, required=True, metavar="N", help="how many sites; the data is dealt out among them"
     )
-    up.add_argument("--out", default="runs/federation", metavar="DIR", help="where all of it goes (%(default)s)")
+    up.add_argument("--out", default="runs/federation", metavar="DIR", help="the folder for all of it (%(default)s)")
     up.add_argument("--train", action="store_true", help="train the recipe, then stop everything")
     _recipe_changes(up)
     _submission_options(up)
 
+
+def _predict_command(commands: Any) -> None:
+    """fedmix predict."""
     predict = _command(
         commands, "predict", deployment.predict, "predictions at a site: its own gate, the experts it was sent"
     )
@@ -252,39 +298,55 @@ def _deploy_commands(commands: Any) -> None:
     predict.add_argument("--json", action="store_true", help="print JSON")
 
 
+# -- options that several commands have --------------------------------------------------------------------------------
+
+
 def _submission_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (the recipe's own by default)")
-    parser.add_argument("--seed", type=int, metavar="N", help="the seed of start and order")
+    """Options of commands that train over sites."""
+    _algorithm_option(parser)
     parser.add_argument(
-        "--wait", type=float, default=600, metavar="S", help="seconds for sites to connect (%(default)s)"
+        "--seed", type=int, metavar="N", help="the seed for the first weights and the order of clients and points"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=600, metavar="S", help="how many seconds sites have to connect (%(default)s)"
     )
     _log_option(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last round")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _quiet_option(parser)
 
 
 def _data_options(
-    parser: argparse.ArgumentParser, help: str = "look here first (then in $FEDMIX_DATA and the user's cache)"
+    parser: argparse.ArgumentParser,
+    help: str = "a folder to look in first (then in $FEDMIX_DATA and the user's cache)",
 ) -> None:
+    # Both `fedmix data` and `fedmix data get` have these. A default of the latter would hide what the former was given.
     parser.add_argument("--data-dir", metavar="D", default=argparse.SUPPRESS, help=help)
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
 def _command(commands: Any, name: str, function: Callable[[Any], int], help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    """A command that calls `function`; its help is also its description, as a sentence."""
+    description = help[0].upper() + help[1:] + "."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(command=function)
     return parser
 
 
 def _recipe_options(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that take a recipe."""
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe by name, a TOML file, or a run directory")
     _recipe_changes(parser)
 
 
 def _recipe_changes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="communication rounds")
-    parser.add_argument("--scale", metavar="S", help="small: fewer clients, points and rounds and a smaller model")
+    """Options that change a recipe."""
+    parser.add_argument("--rounds", type=int, metavar="N", help="how many communication rounds there are")
+    parser.add_argument(
+        "--scale",
+        metavar="S",
+        help="small: fewer clients, points and rounds, and a smaller model, where a recipe has it",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in fedmix.eta=0.5; repeatable"
     )
@@ -297,21 +359,40 @@ def _recipe_changes(parser: argparse.ArgumentParser) -> None:
 def _after_options(parser: argparse.ArgumentParser) -> None:
     """Options of commands that look at a run that was trained."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--clients", type=int, default=0, metavar="N", help="this many clients, drawn at random (all)")
+    parser.add_argument(
+        "--clients", type=int, default=0, metavar="N", help="look at this many clients, drawn at random (all)"
+    )
     _engine_options(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _quiet_option(parser)
     _data_options(parser)
+
+
+def _algorithm_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithm", metavar="A", help=f"{METHOD_HELP} (default: the recipe's)")
+
+
+def _seeds_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds", metavar="0,1,...", help="seeds with which everything is repeated (default: the recipe's)"
+    )
+
+
+def _quiet_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def _runs_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or folders that hold some")
 
 
-def _engine_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+def _engine_options(parser: argparse.ArgumentParser, more_engines: str = "") -> None:
     parser.add_argument(
-        "--engine", default="local", metavar="E", help=f"local (all cores), serial (a plain loop){more}"
+        "--engine",
+        default="local",
+        metavar="E",
+        help=f"what runs the clients: local (all cores), serial (a plain loop){more_engines}",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: all cores)")
+    parser.add_argument("--workers", type=int, metavar="N", help="how many worker processes (default: all cores)")
     parser.add_argument("--device", default="cpu", metavar="D", help="where clients train: cpu, cuda, cuda:N or mps")
 
 
@@ -322,9 +403,10 @@ def _log_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that train on this machine."""
     _engine_options(parser, ", flower (Ray)")
     _log_option(parser)
     parser.add_argument("--out", metavar="DIR", help="where the results go (default: a folder under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _quiet_option(parser)

@@ -5,17 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedmix.report.words import printable, size
+from fedmix.report.words import event_words, printable, size
 from fedmix.schema import MetricsLine
 
 
 class _Totals:
+    """What is remembered from round to round: the last accuracy, in words, and the troubles of the last round."""
+
     def __init__(self) -> None:
         self.accuracy = ""
         self.troubles: list[str] = []
 
     def take(self, line: MetricsLine) -> list[str]:
-        """Add a round; gives what has newly gone wrong in it."""
+        """Add a round, and give back what is worth a line of its own: what has newly gone wrong, experts that came or went."""
         if "accuracy" in line:
             validation = line["accuracy"]["validation"]
             as_sent, server = validation["as_sent"]["mean"], validation["server"]["mean"]
@@ -23,15 +25,16 @@ class _Totals:
         kinds = [trouble.split(":")[0] for trouble in self.troubles]
         self.troubles = line.get("warnings", [])
         new = [trouble for trouble in self.troubles if trouble.split(":")[0] not in kinds]
-        return new + _left_out(line)
+        return [event_words(event) for event in line.get("structure", [])] + new + _left_out(line)
 
 
 def _left_out(line: MetricsLine) -> list[str]:
     """Clients that a round went on without, and why."""
-    told = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
-    told += [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
-    more = [f"and {len(told) - 3} more"] if len(told) > 3 else []
-    return [f"round {line['round']}: {printable(words)}" for words in told[:3] + more]
+    absent = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
+    refused = [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
+    left_out = absent + refused
+    more = [f"and {len(left_out) - 3} more"] if len(left_out) > 3 else []
+    return [f"round {line['round']}: {printable(words)}" for words in left_out[:3] + more]
 
 
 def _percent(value: float | None) -> str:
@@ -60,7 +63,8 @@ def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
             tenth = 10 * done // max(total, 1)
             if tenth > seen.get(name, -1) and not quiet:
                 seen[name] = tenth
-                print(f"{name} ..." + (f" {done:,} of {total:,}" if total > 1 else ""), file=sys.stderr, flush=True)
+                how_much = f" {done:,} of {total:,}" if total > 1 else ""
+                print(f"{name} ...{how_much}", file=sys.stderr, flush=True)
 
         yield say
         return
@@ -85,7 +89,7 @@ def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def downloads(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A function to call as a download goes on, with a file's name, its bytes so far, and in all if they are known."""
+    """A function to call as a download goes on: (the file's name, its bytes so far, all of its bytes if they are known)."""
     if quiet or not sys.stderr.isatty():
         seen: set[str] = set()
 
@@ -141,10 +145,11 @@ def _bar(title: str, totals: _Totals) -> Iterator[Callable[[Any], None]]:
 
     def show(step: Any) -> None:
         if not bar.live.is_started:
-            bar.start()  # after the workers were forked: the bar has a thread
+            # The bar has a thread, so it is started after the workers were forked.
+            bar.start()
         for trouble in totals.take(step.metrics):
             bar.console.print(f"{title}  round {step.done}/{step.total}  {trouble}", style="yellow", markup=False)
-        # the line must fit 80 columns, time left included
+        # The line must fit into 80 columns, the time that is left included.
         facts = f"loss {step.metrics['loss']:.2f} {totals.accuracy} {size(step.sent)}"
         bar.update(task, completed=step.done, total=step.total, facts=facts)
 

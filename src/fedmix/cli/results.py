@@ -52,7 +52,7 @@ def audit(args: Any) -> int:
 def _tell(
     args: Any, file: Path, result: Mapping[str, Any], draw: Any, picture: str, table: Callable[[Any], Any]
 ) -> int:
-    """What a command found out about a run: into its directory, as a picture, and as JSON or a table."""
+    """Write what a command found out about a run to its directory, draw it, and print it as JSON or as a table."""
     from fedmix.running.files import write_json
 
     write_json(file, result)
@@ -61,12 +61,13 @@ def _tell(
         print(json.dumps({**result, "picture": drawn}))
         return 0
     show(table(result))
-    print(f"results: {file}" + (f", {drawn}" if drawn else ""))
+    and_picture = f", {drawn}" if drawn else ""
+    print(f"results: {file}{and_picture}")
     return 0
 
 
 def split(args: Any) -> int:
-    from fedmix.report.split import draw_split, split_table
+    from fedmix.report.split import split_table
     from fedmix.settings.federate import build_federation, describe_split
     from fedmix.settings.reading import read_recipe
 
@@ -76,13 +77,7 @@ def split(args: Any) -> int:
     picture = Path(args.out or f"runs/split-{recipe.name}-seed{recipe.seed}.png")
     if args.out and picture.exists() and not args.overwrite:
         raise SettingError(f"{picture} is there already. Use --overwrite to replace it, or another --out.")
-    drawn: str | None = str(picture)
-    try:
-        draw_split(split, picture)
-    except ModuleNotFoundError:
-        if args.out:
-            raise SettingError("a picture needs Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
-        drawn = None
+    drawn = _draw_split(split, picture, required=bool(args.out))
     if args.json:
         print(json.dumps(split | {"picture": drawn}))
     else:
@@ -91,8 +86,21 @@ def split(args: Any) -> int:
     return 0
 
 
+def _draw_split(split: Mapping[str, Any], picture: Path, required: bool) -> str | None:
+    """Where the picture is; None: there is none without Matplotlib. required: refuse to go on without it."""
+    from fedmix.report.split import draw_split
+
+    try:
+        draw_split(split, picture)
+    except ModuleNotFoundError:
+        if required:
+            raise SettingError("a picture needs Matplotlib; install it with: pip install 'fedmix[plots]'.") from None
+        return None
+    return str(picture)
+
+
 def report(args: Any) -> int:
-    from fedmix.report.page import report as made
+    from fedmix.report.page import report as page_of
     from fedmix.report.runs import read_runs
     from fedmix.running.files import write_bytes
 
@@ -101,7 +109,7 @@ def report(args: Any) -> int:
         raise SettingError(f"--out must be a file. {out} is a folder; try {out / 'report.html'}.")
     if args.out and out.exists() and not args.overwrite:
         raise SettingError(f"{out} is there already. Use --overwrite to replace it, or another --out.")
-    text = made(read_runs(args.runs))
+    text = page_of(read_runs(args.runs))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, text.encode())
     print(out)

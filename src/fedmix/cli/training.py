@@ -1,19 +1,21 @@
-"""Commands that train, and what training will cost."""
+"""Commands that train, and the one that says what training will cost."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedmix.catalogue import CATALOGUE
-from fedmix.cli.output import complain, names_in, picture_of, say, show, show_summary, told_unless
+from fedmix.cli.output import complain, names_in, picture_of, say, say_unless, show, show_summary
 from fedmix.errors import SettingError
 
 METHOD_HELP = f"{', '.join(CATALOGUE)}, or module:name of your own"
-STOPPED = 130  # exit status of a run that was asked to stop
+# The exit status of a run that was asked to stop.
+STOPPED = 130
 
 
 def changes(args: Any, **more: Any) -> dict[str, Any]:
-    """What flags change in a recipe; flags of their own count more than --set."""
+    """What flags change in a recipe. more: settings that have a flag to themselves, which counts more than --set."""
     from fedmix.settings.reading import parse_changes
 
     flags = {"rounds": args.rounds, **more}
@@ -39,13 +41,13 @@ def train(args: Any) -> int:
 
 
 def _trainer(args: Any) -> Any:
-    """What trains one recipe into one folder, with a progress bar, as the flags say."""
+    """A function that trains one recipe into one folder, with a progress bar, as the flags say."""
     from fedmix.api import HandedOver, Listeners, train_recipe
     from fedmix.cli.progress import progress
     from fedmix.running.where import Where
 
     where = Where(args.engine, args.workers, args.device)
-    hint = told_unless(args.quiet)
+    hint = say_unless(args.quiet)
 
     def train_one(recipe: Any, out: Path) -> Any:
         smaller = "" if recipe.scale == "full" else f", scale {recipe.scale}"
@@ -61,15 +63,13 @@ def _trainer(args: Any) -> Any:
 
 def compare(args: Any) -> int:
     from fedmix.api import compare_points
-    from fedmix.report.tables import comparison_table
     from fedmix.running.grids import comparison_points
     from fedmix.running.run import Stopped
 
     methods = names_in(args.algorithms)
     if not methods:
         raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
-    seeds = _whole_numbers(args.seeds) if args.seeds else []
-    points = comparison_points(args.recipe, methods, seeds, changes(args), args.scale)
+    points = comparison_points(args.recipe, methods, _seeds(args), changes(args), args.scale)
     out = Path(args.out or f"runs/compare-{points[0].recipe.name}")
     try:
         comparison = compare_points(points, out, _trainer(args))
@@ -79,15 +79,22 @@ def compare(args: Any) -> int:
         return STOPPED
     if args.json:
         print(json.dumps(comparison))
-        return 0
-    show(comparison_table(comparison))
-    _show_gates([out / point.name for point in points if point.recipe.seed == points[0].recipe.seed])
-    print(f"results: {out}")
+    else:
+        _show_comparison(comparison, points, out)
     return 0
 
 
+def _show_comparison(comparison: Any, points: Sequence[Any], out: Path) -> None:
+    from fedmix.report.tables import comparison_table
+
+    show(comparison_table(comparison))
+    first_seed = points[0].recipe.seed
+    _show_gates([out / point.name for point in points if point.recipe.seed == first_seed])
+    print(f"results: {out}")
+
+
 def _show_gates(folders: list[Path]) -> None:
-    """Who uses which expert, of each method that has experts, for the first seed."""
+    """Show which client uses which expert, in each run that has experts."""
     from fedmix.report.tables import q_map
     from fedmix.schema import read_summary
 
@@ -100,39 +107,44 @@ def _show_gates(folders: list[Path]) -> None:
 def sweep(args: Any) -> int:
     from fedmix.api import sweep_over
     from fedmix.report.comparison import chosen_kind
-    from fedmix.report.sweep import best_words, draw_sweep, sweep_table
     from fedmix.running.grids import sweep_points
     from fedmix.running.run import Stopped
     from fedmix.settings.reading import parse_grid
 
     rounds = {} if args.rounds is None else {"rounds": args.rounds}
-    seeds = _whole_numbers(args.seeds) if args.seeds else []
+    seeds = _seeds(args)
     by = chosen_kind(args.by)
     points = sweep_points(args.recipe, parse_grid(args.set), seeds, rounds, args.algorithm, args.scale)
     names = "-".join(key.split(".")[-1] for key in points[0].settings)
     out = Path(args.out or f"runs/sweep-{points[0].recipe.name}-{names}")
-    tell = told_unless(args.quiet)
+    tell = say_unless(args.quiet)
+
+    def about_to(point: Any, place: int) -> None:
+        tell(f"{point.name} ({place + 1} of {len(points)})")
+
     try:
-        result = sweep_over(
-            points,
-            out,
-            _trainer(args),
-            by,
-            lambda point, place: tell(f"{point.name} ({place + 1} of {len(points)})"),
-        )
+        result = sweep_over(points, out, _trainer(args), by, about_to)
     except Stopped as stopped:
         say(str(stopped))
         say("the runs before it are done; the same command with --resume goes on")
         return STOPPED
+    _show_sweep(result, out, args.json)
+    return 2 if result["failed"] else 0
+
+
+def _show_sweep(result: Any, out: Path, as_json: bool) -> None:
+    """The result of a sweep. Where all runs failed there is nothing to draw, and no table."""
+    from fedmix.report.sweep import best_words, draw_sweep, sweep_table
+
     for words in result["failed"]:
         complain(words)
     drawn = picture_of(draw_sweep, result, out / "sweep.png") if result["rows"] else None
-    if args.json:
+    if as_json:
         print(json.dumps({**result, "picture": drawn}))
     elif result["rows"]:
         show(sweep_table(result))
-        print(f"{best_words(result)}\nresults: {out}" + (f", {drawn}" if drawn else ""))
-    return 2 if result["failed"] else 0
+        picture = f", {drawn}" if drawn else ""
+        print(f"{best_words(result)}\nresults: {out}{picture}")
 
 
 def plan(args: Any) -> int:
@@ -147,6 +159,11 @@ def plan(args: Any) -> int:
     else:
         show(plan_table(costs))
     return 0
+
+
+def _seeds(args: Any) -> list[int]:
+    """The seeds of --seeds; without it none, which leaves the recipe's seed as it is."""
+    return _whole_numbers(args.seeds) if args.seeds else []
 
 
 def _whole_numbers(text: str) -> list[int]:

@@ -218,16 +218,19 @@ class Algorithm:
 
     def broadcast(self, state: State, s: int | None) -> Message:
         """What client s is sent; None: everything, for an evaluation at the server."""
-        if s is None or self.method.select is None:
-            chosen = list(range(self.layout.experts))
-        else:
+        chosen = self.alive(state)
+        if s is not None and self.method.select is not None:
             chosen = self.method.select(state.extras, s)
         experts = {k: state.experts[k] for k in chosen}
         return self._message(state, experts, self.method.sends(state.extras), s)
 
+    def alive(self, state: State) -> list[int]:
+        """The experts that there are: all of them, unless the method changes their number."""
+        return list(range(self.layout.experts)) if self.method.alive is None else self.method.alive(state.extras)
+
     def newcomer(self, state: State, known: bool) -> Message:
         """What a client that never took part is sent. known: whether its values of c occurred in training."""
-        all_experts = dict(enumerate(state.experts))
+        all_experts = {k: state.experts[k] for k in self.alive(state)}
         sent = self.method.sends(state.extras)
         if self.method.newcomer is not None:
             sent = sent | self.method.newcomer(state.extras, known)
@@ -293,13 +296,17 @@ class Algorithm:
         """log p(y|x, s) [B, classes] with the weights of a message or a reply."""
         parts = self.client.parts(message, private)
         logits, features = self._outputs(parts, x)
-        return self.method.combine(logits, features, self.client.beside(private), parts.held)
+        return self.method.combine(logits, features, self._beside(message, private), parts.held)
+
+    def _beside(self, message: Message, private: Private) -> Params:
+        """What the method keeps at a client beside weights, brought up to date."""
+        return self.client.beside(self.client.up_to_date(message, private))
 
     def predict_with_bound(
         self, message: Message, private: Private, x: Tensor, y: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """log p(y|x, s) [B, classes], and the method's objective of each point [B] where it has one to report."""
-        parts, beside = self.client.parts(message, private), self.client.beside(private)
+        parts, beside = self.client.parts(message, private), self._beside(message, private)
         logits, features = self._outputs(parts, x)
         log_p = self.method.combine(logits, features, beside, parts.held)
         if self.method.bound is None:
@@ -316,7 +323,11 @@ class Algorithm:
             raise ModelError(f"{self.name} has no predictions without client identity.")
         if self.method.anonymous is None:
             return self.predict(message, {}, x)
-        return self.method.anonymous.predict(self.client.parts(message, {}), privates, log_p_s, x)
+        known = self._all_up_to_date(message, privates)
+        return self.method.anonymous.predict(self.client.parts(message, {}), known, log_p_s, x)
+
+    def _all_up_to_date(self, message: Message, privates: Sequence[Private]) -> list[Private]:
+        return [dict(self.client.up_to_date(message, private)) for private in privates]
 
     @property
     def uses_private(self) -> bool:
@@ -365,7 +376,7 @@ class Algorithm:
         """One private state in place of those of all clients."""
         distil = self.method.anonymous.distil if self.method.anonymous else None
         assert distil is not None
-        return distil(self.client.parts(message, {}), privates, log_p_s, x)
+        return distil(self.client.parts(message, {}), self._all_up_to_date(message, privates), log_p_s, x)
 
     # -- for readers ---------------------------------------------------------------------------------------------------
 
@@ -375,7 +386,7 @@ class Algorithm:
     def experts(self, state: State) -> tuple[Params, ...]:
         """The models that are shared, each as a dict of parameters in the model's order; private ones are missing."""
         alike = {**self.client.frozen, **subtree(state.once, FROZEN), **state.shared}
-        models = [{**alike, **w} for w in state.experts] or [alike]
+        models = [{**alike, **state.experts[k]} for k in self.alive(state)] or [alike]
         order = list(self.layout.places)
         return tuple({name: w[name] for name in order if name in w} for w in models)
 

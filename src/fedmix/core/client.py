@@ -62,6 +62,7 @@ class ClientSide:
 
     def parts(self, message: Message, private: Mapping[str, Tensor]) -> Parts:
         """The tensors of a message and of a private state, by place."""
+        private = self.up_to_date(message, private)
         unpacked = self.layout.unpack(message.tensors)
         frozen = self.frozen | subtree(private, FROZEN) | subtree(unpacked.beside, FROZEN)
         beside = self.beside(private)
@@ -75,6 +76,13 @@ class ClientSide:
             labels={LABELS: private[LABELS]} if LABELS in private else {},
             stacked={},
         )
+
+    def up_to_date(self, message: Message, private: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A private state that knows of every expert that the message knows of."""
+        beside = self.beside(private)
+        if self.method.migrate is None or not beside:
+            return private
+        return {**private, **self.method.migrate(beside, dict(message.tensors))}
 
     def _private_weights(self, private: Mapping[str, Tensor], sent: Params) -> Params:
         """Private layers: the client's, or until it has started from them, those that it is sent."""
@@ -187,7 +195,7 @@ class ClientSide:
         return Arrival(
             parts=self.parts(message, known),
             sent=sent,
-            private=self.beside(private),
+            private=self.beside(self.up_to_date(message, private)),
             data=data,
             round=int(message.numbers["round"]),
             rng=rng,
@@ -389,7 +397,7 @@ class ClientSide:
     def _made_up_client(self, g: int, size: int) -> Arrival:
         model, example = self.setup.model, self.setup.example
         rng = stream(0, "probe", g)
-        drawn = [model.init(rng.child(k)) for k in range(max(self.layout.experts, 1))]
+        drawn = [_near(model.template, rng.child(k)) for k in range(max(self.layout.experts, 1))]
         shared = self.layout.pick(drawn[0], "shared")
         experts = {k: self.layout.pick(w, "expert") for k, w in enumerate(drawn[: self.layout.experts])}
         sent = self.method.sends(self.method.init())
@@ -575,6 +583,12 @@ def _filled_batch(data: Sequence[Examples]) -> Batch:
 def _padded(values: Tensor, more: int) -> Tensor:
     """[N, ...] -> [N + more, ...], filled up with zeros."""
     return torch.cat([values, values.new_zeros(more, *values.shape[1:])])
+
+
+def _near(params: Params, rng: Stream) -> Params:
+    """Parameters near these, and equal to none of them: building another module for a trial would take longer."""
+    with rng.torch():
+        return {name: value + 0.1 * torch.randn_like(value) for name, value in params.items()}
 
 
 def _nearly_equal(value: Tensor, wanted: Tensor) -> bool:

@@ -221,6 +221,10 @@ class Method:
                   vectorised by torch.vmap, which is quicker for small models. It is tried out before it is relied on. A
                   method that puts another loss in place of this one is vectorised again
     needs_clients why the server must see single clients, which excludes sums, or None
+    alive         (extras) -> the experts that there are now; None: all of them, always
+    restructure   (before, after, clients, replies, fields, points) -> (state, events): changes of which experts there are, from
+                  the state that clients were sent, the state after their replies, and each client's weights and fields
+    migrate       (private, sent) -> private: what a client keeps, brought up to date with experts that came while it was away
     apart         whether private tensors start differently on each client
     adapts        what a new client with labels trains, in words
     """
@@ -253,6 +257,9 @@ class Method:
     ungroupable: str | None = None
     leading: Loss | None = None
     needs_clients: str | None = None
+    alive: Callable[[Extras], list[int]] | None = None
+    restructure: Callable[..., tuple[Any, list[dict[str, Any]]]] | None = None
+    migrate: Callable[[Params, Params], Params] | None = None
     apart: bool = False
     adapts: str = "private parts alone"
 

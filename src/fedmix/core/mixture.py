@@ -22,7 +22,8 @@ class ClientModule(nn.Module):
         self._combine, self._gates = method.combine, method.gates
         self._held = parts.held
         self._beside = {}
-        for i, (name, value) in enumerate(algorithm.client.beside(private).items()):
+        known = algorithm.client.up_to_date(message, private)
+        for i, (name, value) in enumerate(algorithm.client.beside(known).items()):
             buffer = f"own_{i}"
             self._beside[name] = buffer
             self.register_buffer(buffer, value.detach().clone())

@@ -115,6 +115,7 @@ class ServerSide:
 
     def _from_clients(self, state: State, replies: Sequence[Reply]) -> tuple[State, Diagnosis]:
         """The server sees single clients: weighted means of how far they moved, and how much these moves disagree."""
+        before = state
         unpacked = [self.layout.unpack(reply.message.tensors) for reply in replies]
         n_s = torch.tensor([reply.message.numbers["n"] for reply in replies])
         p_s = aggregate.client_weights(n_s)
@@ -127,7 +128,12 @@ class ServerSide:
         seen = self._aggregate(state, len(replies), p_s, fields)
         extras = self.method.server(extras, seen)
         detail = self._detail(layers, per_expert, returned, self.method.watch(extras, seen, state.round))
-        return replace(state, extras=extras), Diagnosis(self._divergence(layers, per_expert, seen), detail)
+        state = replace(state, extras=extras)
+        if self.method.restructure is not None:
+            clients = [reply.client for reply in replies]
+            state, events = self.method.restructure(before, state, clients, unpacked, fields, n_s)
+            detail |= {"structure": events} if events else {}
+        return state, Diagnosis(self._divergence(layers, per_expert, seen), detail)
 
     def _stacked_fields(self, clients: Sequence[Unpacked]) -> Params:
         """Each field of the replies with a first dimension for clients [S', ...]."""

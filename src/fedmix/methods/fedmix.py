@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmix.core import gate, health, objective, posterior, prune
+from fedmix.core import evidence, gate, health, objective, posterior, prune
 from fedmix.core.method import (
     Aggregate,
     Anonymous,
@@ -30,11 +30,13 @@ from fedmix.core.method import (
     with_labels,
 )
 from fedmix.core.optim import Optimizer, keep_rows
-from fedmix.core.server import server_optimizer
+from fedmix.core.placement import Unpacked
+from fedmix.core.server import State, server_optimizer
 from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
+from fedmix.core.types import Examples
 from fedmix.errors import SettingError
-from fedmix.methods import gates
+from fedmix.methods import fedmix_growth, gates
 from fedmix.methods.fedmix_settings import FedmixSettings
 from fedmix.methods.page import Page
 
@@ -48,7 +50,17 @@ class Mixture:
 
     @property
     def K(self) -> int:
-        return self.settings.experts
+        """The number of experts, or of slots for them where it is found out."""
+        return self.settings.slots
+
+    @property
+    def arriving(self) -> bool:
+        """Whether phi is drawn from the experts as they arrive, once a round, and not from mini-batches."""
+        return self.settings.evidence == "arriving"
+
+    @property
+    def grows(self) -> bool:
+        return self.settings.grows
 
     @property
     def shares_phi(self) -> bool:
@@ -92,6 +104,10 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         init=partial(init, mix),
         sends=partial(sends, mix),
         select=partial(select, mix) if settings.eta else None,
+        alive=fedmix_growth.alive if mix.grows else None,
+        restructure=partial(restructure, mix) if mix.grows else None,
+        migrate=fedmix_growth.migrate if mix.grows else None,
+        needs_clients="experts are split by the updates of single clients" if mix.grows else None,
         server=partial(server, mix),
         individuals=remember,
         watch=partial(watch, mix),
@@ -112,6 +128,10 @@ def reply_fields(mix: Mixture) -> dict[str, Field]:
     """What a client says beside weights."""
     categories = mix.setup.categories
     fields = {"q_zs": Field((mix.K,), tells="marginal")}
+    if mix.arriving:
+        fields["evidence"] = Field((1,), kind="numbers")
+    if mix.grows:
+        fields["fit"] = Field((mix.K,), kind="numbers")
     if not mix.shares_phi:
         return fields
     fields["phi"] = Field((categories, mix.K), moved_from="phi", tells="posterior")
@@ -164,6 +184,9 @@ def new_client(mix: Mixture, weights: Params) -> Params:
     private = {f"gate.{name}": value for name, value in theta.items()}
     if mix.settings.phi == "private":
         private["phi"] = mix.uniform()
+    if mix.grows:
+        # the round that the client last took part in: it knows the experts that there were then
+        private["known"] = torch.zeros((), dtype=torch.int64)
     return private
 
 
@@ -173,8 +196,8 @@ def of_gate(name: str) -> bool:
 
 
 def hand_over(private: Params) -> Params:
-    """What predictions without identity need: the gate."""
-    return {name: value for name, value in private.items() if of_gate(name)}
+    """What predictions without identity need: the gate, and of when it is."""
+    return {name: value for name, value in private.items() if of_gate(name) or name == "known"}
 
 
 def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
@@ -183,7 +206,41 @@ def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
     beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, arrival.round)
     shares = posterior.category_shares(arrival.data.c, mix.setup.categories)
     phi = arrival.sent["phi"] if mix.shares_phi else arrival.private.get("phi", mix.uniform().to(shares.device))
-    return {"beta": beta, "shares": shares}, phi
+    fixed: Fixed = {"beta": beta, "shares": shares}
+    if mix.arriving:
+        phi, about = _arriving_phi(mix, arrival, phi)
+        fixed |= about
+    return fixed, phi
+
+
+def _arriving_phi(mix: Mixture, arrival: Arrival, phi: Tensor) -> tuple[Tensor, Fixed]:
+    """phi of this round from the experts as they arrive, and what the server is told of the evidence.
+
+    What the client is not sent keeps its share of phi.
+    """
+    held = arrival.parts.held
+    points = _some_points(arrival, mix.settings.evidence_points)
+    with torch.no_grad():
+        logits, _ = outputs(mix.setup.model, arrival.parts, points.x, training=False)
+        log_lik = objective.log_likelihood(logits, points.y)
+    r, present = evidence.by_category(log_lik, points.c, mix.setup.categories)
+    mean_square = evidence.mean_square(r, present)
+    # in round 1 the server does not know yet how far clients' evidence goes
+    spread = arrival.sent["spread"] if bool(arrival.sent["spread"] > 0) else mean_square.sqrt()
+    q = evidence.posterior(r, mix.settings.evidence_temperature * spread)
+    about: Fixed = {"evidence": mean_square}
+    if mix.grows:
+        about["fit"] = log_lik.new_zeros(mix.K).index_copy_(0, torch.tensor(held), log_lik.mean(dim=0))
+        about["round"] = torch.tensor(arrival.round)
+    return torch.where(present.unsqueeze(1), evidence.among(q, phi, held), phi), about
+
+
+def _some_points(arrival: Arrival, most: int) -> Examples:
+    data = arrival.data
+    if not 0 < most < len(data):
+        return data
+    index = torch.from_numpy(arrival.rng.child("evidence").permutation(len(data))[:most]).to(data.x.device)
+    return Examples(data.x[index], data.y[index], data.c[index])
 
 
 def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) -> tuple[Tensor, float, Tensor]:
@@ -196,15 +253,20 @@ def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) ->
     logits, features = _outputs(mix, parts, batch.x, matter)
     if not settings.gate_through_features:
         features = features.detach()
-    log_gate = gate.log_gate(subtree(parts.own, "gate"), features, keep)  # [B, K]
+    # pruned experts keep their share of the gate; slots without an expert have none
+    over = keep if mix.grows else None
+    log_gate = gate.log_gate(subtree(parts.own, "gate"), features, keep, over)  # [B, K]
     log_lik = objective.log_likelihood(logits, batch.y)  # [B, K']
-    joint = objective.log_joint(log_lik, log_gate if all_kept else log_gate[..., keep])
+    joint = objective.log_joint(log_lik, log_gate if all_kept or over else log_gate[..., keep])
     if settings.objective == "direct":
         return objective.direct_losses(joint), 0.0, phi
     with torch.no_grad():
-        phi = _step_phi(mix, phi, joint, batch, fixed["beta"], keep)
+        if not mix.arriving:
+            phi = _step_phi(mix, phi, joint, batch, fixed["beta"], keep)
         q_gate = posterior.of_points(phi, batch.c)
-        q_lik = q_gate if all_kept else posterior.of_points(prune.renormalise(phi, keep), batch.c)
+        if over:
+            q_gate = q_gate[..., over]
+        q_lik = q_gate if all_kept or over else posterior.of_points(prune.renormalise(phi, keep), batch.c)
     if matter is not None:
         log_lik = _learn_late(mix, parts, batch, log_lik, (q_lik >= settings.skip_below) & ~matter)
     if settings.full_steps:
@@ -261,11 +323,13 @@ def answer(mix: Mixture, done: Departure) -> Answer:
         q_zs = _exact_marginal(mix, done.parts, done.data.x)
     else:
         q_zs = posterior.expert_marginal(phi, shares)
-    # those of the three that this recipe has: exactly what `reply_fields` declares
-    values = {"q_zs": q_zs, "phi": phi, "c_shares": shares}
+    # those that this recipe has: exactly what `reply_fields` declares
+    values = {"q_zs": q_zs, "phi": phi, "c_shares": shares, **done.fixed}
     fields = {name: values[name] for name in reply_fields(mix)}
     keep = prune.kept(q_zs, settings.eta, done.parts.held) if settings.eta else None
     kept = {"phi": posterior.to_simplex(phi, settings.phi_floor)} if settings.phi == "private" else {}
+    if mix.grows:
+        kept["known"] = done.fixed["round"]
     return Answer(fields, keep, kept)
 
 
@@ -286,12 +350,19 @@ def init(mix: Mixture) -> Extras:
     """phi = q(z|c) [C, K], and what each client last returned, q(z|s) [S, K]: 1/K before it did."""
     phi = mix.uniform()
     opt = mix.phi_optimizer.init({"phi": phi})
-    return {"phi": phi, "phi_opt": opt, "q_zs": posterior.uniform(mix.setup.clients, mix.K)}
+    extras = {"phi": phi, "phi_opt": opt, "q_zs": posterior.uniform(mix.setup.clients, mix.K)}
+    if mix.arriving:
+        # of the clients' evidence in the last round; 0: there was none
+        extras["spread"] = torch.zeros(1)
+    return fedmix_growth.begin(extras, mix.setup.clients, mix.K) if mix.grows else extras
 
 
 def sends(mix: Mixture, extras: Extras) -> Params:
-    """What clients are sent beside experts: phi, where it is shared."""
-    return {"phi": extras["phi"]} if mix.shares_phi else {}
+    """What clients are sent beside experts: phi where it is shared, the spread of evidence, where experts came from."""
+    names = ["phi"] if mix.shares_phi else []
+    names += ["spread"] if mix.arriving else []
+    names += ["born", "parent"] if mix.grows else []
+    return {name: extras[name] for name in names}
 
 
 def select(mix: Mixture, extras: Extras, client: int) -> list[int]:
@@ -301,8 +372,12 @@ def select(mix: Mixture, extras: Extras, client: int) -> list[int]:
 
 def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     """Adam on Delta_phi, then back to the simplex. Rows that nobody in the cohort holds keep value and Adam state."""
+    if mix.arriving:
+        extras = extras | {"spread": seen.mean["evidence"].sqrt().to(extras["spread"].dtype)}
     if not mix.shares_phi:
         return extras
+    if mix.grows:
+        return extras | {"phi": keep_rows(seen.touched["phi"], seen.mean["phi"].to(extras["phi"].dtype), extras["phi"])}
     phi, opt, held = extras["phi"], extras["phi_opt"], seen.touched["phi"]
     p_c = seen.mean.get("c_shares", mix.prior)
     delta = posterior.phi_gradient(phi, seen.moved["phi"], p_c, mix.settings.entropy)
@@ -321,12 +396,27 @@ def remember(extras: Extras, clients: Sequence[int], fields: Params) -> Extras:
     return extras | {"q_zs": q_zs}
 
 
+def restructure(
+    mix: Mixture,
+    before: State,
+    after: State,
+    clients: Sequence[int],
+    replies: Sequence[Unpacked],
+    fields: Params,
+    points: Tensor,
+) -> tuple[State, list[dict[str, Any]]]:
+    """Split, merge and retire experts by what this round's clients sent (fedmix_growth)."""
+    growth = fedmix_growth.Growth(before, after, clients, replies, points, mix.setup.model.classes, [])
+    return growth.run(fields)
+
+
 def watch(mix: Mixture, extras: Extras, seen: Aggregate, t: int) -> dict[str, Any]:
     """Metrics of a round: how much each expert is used, and warnings about them."""
     if mix.setup.server.aggregation == "linear":  # only the clients know who uses which expert
         warnings = health.of_use(seen.use)
     else:
-        warnings = health.of_clients(extras["q_zs"], mix.settings.eta, t, mix.setup.rounds)
+        q_zs = extras["q_zs"][:, fedmix_growth.alive(extras)] if mix.grows else extras["q_zs"]
+        warnings = health.of_clients(q_zs, mix.settings.eta, t, mix.setup.rounds)
     return {"expert_use": seen.use.tolist(), "warnings": warnings}
 
 
@@ -337,6 +427,8 @@ def describe(mix: Mixture, extras: Extras) -> dict[str, Any]:
         known["q_zc"] = extras["phi"].tolist()
     if mix.setup.server.aggregation != "linear":
         known["q_zs"] = extras["q_zs"].tolist()
+    if mix.grows:
+        known["experts"] = fedmix_growth.alive(extras)
     return known
 
 

@@ -10,7 +10,15 @@ from fedmix.errors import SettingError, one_of
 class FedmixSettings:
     """The settings of FedMix: K, beta, gamma, eta and what the paper leaves open (docs/decisions.md)."""
 
-    experts: int = 4
+    experts: int | str = 4  # K, or "auto": begin with one, split and merge as clients need them, up to max_experts
+    max_experts: int = 8  # with experts = "auto"
+    evidence: str = (
+        "batch"  # what phi is drawn from: "batch", as in the paper, or "arriving": experts before they are trained
+    )
+    evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
+    evidence_temperature: float = (
+        0.15  # of "arriving", in units of the spread of all clients' evidence in the round before
+    )
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
     beta_start: float = 0.0  # beta in round 1; it goes to `beta` in equal steps. 0: no schedule, as in the paper
     beta_rounds: int = 10  # how many rounds that takes
@@ -33,18 +41,35 @@ class FedmixSettings:
             self._check_skip_below()
         require(self.entropy >= 0, "fedmix.entropy", "0 or more", self.entropy)
         self._check_choices()
+        if self.grows:
+            self._check_auto()
         if self.objective == "direct":
             self._check_direct()
 
+    @property
+    def grows(self) -> bool:
+        """Whether the number of experts is found out."""
+        return self.experts == "auto"
+
+    @property
+    def slots(self) -> int:
+        """K, or how many experts there may be at most."""
+        return self.max_experts if isinstance(self.experts, str) else self.experts
+
     def _check_ranges(self) -> None:
-        require(self.experts >= 1, "fedmix.experts", "1 or more", self.experts)
+        known = self.grows if isinstance(self.experts, str) else self.experts >= 1
+        require(known, "fedmix.experts", "1 or more, or 'auto'", self.experts)
+        require(self.max_experts >= 1, "fedmix.max_experts", "1 or more", self.max_experts)
+        require(self.evidence_points >= 0, "fedmix.evidence_points", "1 or more, or 0 for all", self.evidence_points)
+        must = "more than 0"
+        require(self.evidence_temperature > 0, "fedmix.evidence_temperature", must, self.evidence_temperature)
         require(self.beta > 0, "fedmix.beta", "more than 0", self.beta)
         require(self.beta_start >= 0, "fedmix.beta_start", "more than 0, or 0 for no schedule", self.beta_start)
         require(self.beta_rounds >= 1, "fedmix.beta_rounds", "1 or more", self.beta_rounds)
         require(0 <= self.gamma <= 1, "fedmix.gamma", "in [0, 1]", self.gamma)
         require(0 <= self.eta <= 1, "fedmix.eta", "in [0, 1]", self.eta)
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
-        require(0 <= self.phi_floor < 1 / self.experts, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
+        require(0 <= self.phi_floor < 1 / self.slots, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
         require(0 <= self.skip_below < 1, "fedmix.skip_below", "in [0, 1)", self.skip_below)
 
     def _check_skip_below(self) -> None:
@@ -59,17 +84,27 @@ class FedmixSettings:
         if isinstance(self.prior, str) and self.prior not in ("uniform", "reported"):
             raise SettingError(one_of("fedmix.prior", self.prior, ("uniform", "reported", "a list of shares of c")))
 
+    def _check_auto(self) -> None:
+        """Experts are split by evidence from experts as they arrive, and all clients are sent all of them."""
+        must = "'arriving' with fedmix.experts = 'auto'"
+        require(self.evidence == "arriving", "fedmix.evidence", must, self.evidence)
+        require(self.eta == 0, "fedmix.eta", "0 with fedmix.experts = 'auto'", self.eta)
+        require(self.phi == "global", "fedmix.phi", "'global' with fedmix.experts = 'auto'", self.phi)
+
     def _check_direct(self) -> None:
         """The direct objective has no posterior, so whatever needs one must be off."""
         must = "'exact' with fedmix.objective = 'direct', which has no posterior to take it from"
         require(self.marginal == "exact", "fedmix.marginal", must, self.marginal)
         require(self.eta == 0, "fedmix.eta", "0 with fedmix.objective = 'direct'", self.eta)
+        must = "'batch' with fedmix.objective = 'direct', which draws no posterior"
+        require(self.evidence == "batch", "fedmix.evidence", must, self.evidence)
         must = "false with fedmix.objective = 'direct', which has no posterior"
         require(not self.full_steps, "fedmix.full_steps", must, self.full_steps)
 
 
 _CHOICES = {
     "objective": ("bound", "direct"),
+    "evidence": ("batch", "arriving"),
     "marginal": ("posterior", "exact"),
     "phi": ("global", "private"),
 }

@@ -30,7 +30,7 @@ def average(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Ten
 def pool(model: Model, parts: Parts, sent: Params, x: Tensor) -> Tensor:
     """log p(y|x) with experts pooled without any gate, and q(z|y) divided out, where c is the label."""
     logits, _ = outputs(model, parts, x, training=False)
-    return objective.log_pooled(logits, sent["phi"])
+    return objective.log_pooled(logits, sent["phi"][:, parts.held])
 
 
 def distil(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tensor, x: Tensor) -> Params:
@@ -43,4 +43,9 @@ def distil(model: Model, parts: Parts, privates: Sequence[Params], log_p_s: Tens
             features.append(h)
             targets.append(gate.mean_log_gate(thetas, log_p_s, h, parts.held).exp())
     theta = gate.distil(torch.cat(features, dim=1), torch.cat(targets))
-    return {f"gate.{name}": value for name, value in theta.items()}
+    return {f"gate.{name}": _among_all(value, thetas[0][name], parts.held) for name, value in theta.items()}
+
+
+def _among_all(value: Tensor, like: Tensor, held: list[int]) -> Tensor:
+    """A gate's tensor over the experts that are held, at their numbers among all experts: [..., K'] -> [..., K]."""
+    return torch.zeros_like(like).index_copy_(-1, torch.tensor(held), value)

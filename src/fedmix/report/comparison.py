@@ -1,6 +1,7 @@
 """Several runs beside each other: methods over the same seeds, or a grid of settings."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, NotRequired, TypedDict
 
 from fedmix.errors import SettingError, one_of
@@ -8,7 +9,8 @@ from fedmix.report.statistics import Difference, OverSeeds, over_seeds, paired_d
 from fedmix.report.words import GIB, title_of
 from fedmix.schema import TEST_KINDS, VALIDATION_KINDS, WORDS, Summary
 
-# what two methods are compared by: the data, and the kind of accuracy. Validation figures are means over the last evaluations.
+# what two methods are compared by: the data, and the kind of accuracy;
+# validation figures are means over the last evaluations
 JUDGED: tuple[tuple[str, str], ...] = (
     ("test", "fine_tuned"),
     ("validation", "as_sent"),
@@ -32,12 +34,17 @@ class SeedsRow(TypedDict):
 
 
 class MethodRow(SeedsRow):
+    """A method in a comparison."""
+
     algorithm: str
     title: str
 
 
 class PairedDifference(TypedDict):
-    """first minus second, by the data and the kind of accuracy. None: a run does not have each client's accuracy."""
+    """First minus second, by one kind of accuracy on one part of the data.
+
+    difference: None where a run does not have each client's accuracy.
+    """
 
     first: str
     second: str
@@ -54,6 +61,8 @@ class Comparison(TypedDict):
 
 
 class SweepRow(SeedsRow):
+    """A point of the grid in a sweep: its settings that vary, and what its runs warned of."""
+
     settings: dict[str, Any]
     warnings: list[str]
 
@@ -73,10 +82,10 @@ def compared(summaries: Sequence[Summary]) -> Comparison:
     for summary in summaries:
         by_method.setdefault(summary["algorithm"], []).append(summary)
     rows = [_method_row(runs) for runs in by_method.values()]
-    methods = list(by_method)
-    pairs = [(first, second) for i, first in enumerate(methods) for second in methods[i + 1 :]]
     differences = [
-        _difference(by_method[first], by_method[second], part, kind) for first, second in pairs for part, kind in JUDGED
+        _difference(first, second, part, kind)
+        for first, second in combinations(by_method.values(), 2)
+        for part, kind in JUDGED
     ]
     return {"rows": rows, "differences": differences}
 
@@ -93,21 +102,32 @@ def row_over_seeds(runs: Sequence[Summary]) -> SeedsRow:
         "scale": first["scale"],
         "rounds": first["rounds"],
         "seeds": [run["seed"] for run in runs],
-        "test": {kind: over_seeds([accuracy_of(run, "test", kind) for run in runs]) for kind in TEST_KINDS},
-        "validation": {
-            kind: over_seeds([accuracy_of(run, "validation", kind) for run in runs]) for kind in VALIDATION_KINDS
-        },
-        "worst_decile": over_seeds([accuracy_of(run, "test", "fine_tuned", "worst_decile") for run in runs]),
-        "gib": over_seeds([(run["bytes_down"] + run["bytes_up"]) / GIB for run in runs]),
+        "test": {kind: _accuracy_over_seeds(runs, "test", kind) for kind in TEST_KINDS},
+        "validation": {kind: _accuracy_over_seeds(runs, "validation", kind) for kind in VALIDATION_KINDS},
+        "worst_decile": _accuracy_over_seeds(runs, "test", "fine_tuned", "worst_decile"),
+        "gib": over_seeds([_gib(run) for run in runs]),
     }
-    indices: list[float | None] = [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
+    indices = _rand_indices(runs)
     if indices:
         row["adjusted_rand_index"] = over_seeds(indices)
     return row
 
 
+def _rand_indices(runs: Sequence[Summary]) -> list[float | None]:
+    """How well true groups were found, of the runs whose groups are known."""
+    return [run["clusters"]["adjusted_rand_index"] for run in runs if "clusters" in run]
+
+
+def _accuracy_over_seeds(runs: Sequence[Summary], part: str, kind: str, what: str = "mean") -> OverSeeds:
+    return over_seeds([accuracy_of(run, part, kind, what) for run in runs])
+
+
+def _gib(summary: Summary) -> float:
+    return (summary["bytes_down"] + summary["bytes_up"]) / GIB
+
+
 def accuracy_of(summary: Summary, part: str, kind: str, what: str = "mean") -> float | None:
-    """A figure of a summary; the accuracy without identity is one number, the others are over clients."""
+    """A figure of a summary. The accuracy without identity is one number; the others are over clients."""
     tables: Mapping[str, Any] = summary["accuracy"]
     value = tables.get(part, {}).get(kind)
     return value.get(what) if isinstance(value, Mapping) else value
@@ -134,9 +154,10 @@ def _of_clients(summary: Summary, part: str, kind: str) -> dict[str, float]:
 
 
 def swept(runs: Sequence[tuple[Mapping[str, Any], Summary]], by: str, failed: Sequence[str] = ()) -> Sweep:
-    """From (the settings that vary, summary) of each run: a row for each point of the grid, over its seeds.
+    """A row for each point of the grid, over its seeds, and which of them is best.
 
-    by: the kind of accuracy on validation data that the best row is chosen by.
+    runs: of each, the settings that vary, and its summary. by: the kind of accuracy on validation data that the best row is
+    chosen by.
     """
     kind = chosen_kind(by)
     points: list[Mapping[str, Any]] = []
@@ -161,6 +182,7 @@ def _sweep_row(settings: Mapping[str, Any], summaries: Sequence[Summary]) -> Swe
 
 
 def _best(rows: Sequence[SweepRow], kind: str) -> int | None:
+    """The number of the row with the highest mean; the first of them, where several are level."""
     accuracies = [row["validation"][kind]["mean"] for row in rows]
-    known = [(accuracy, -i) for i, accuracy in enumerate(accuracies) if accuracy is not None]
-    return -max(known)[1] if known else None
+    known = {i: accuracy for i, accuracy in enumerate(accuracies) if accuracy is not None}
+    return max(known, key=lambda i: known[i]) if known else None

@@ -2,33 +2,42 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from fedmix.report.groups import Group
 from fedmix.report.runs import Run, part_of
-from fedmix.report.thinning import POINTS, picked, rounded, stretches
+from fedmix.report.thinning import POINTS, clients_by_group, of_some, picked, rounded, stretches
 from fedmix.report.words import GIB
 from fedmix.schema import VALIDATION_KINDS, MetricsLine, mean_of
 
-FRAMES = 40  # of a map over rounds
-ROWS = 300  # clients of a map
+# rounds that a map is shown at
+FRAMES = 40
+# clients, or values of c, in a map
+ROWS = 300
 LAYER_POINTS = 150
+MIB = 2**20
+_Figure = Callable[[MetricsLine], float | None]
+
+
+# -- accuracies, loss and divergence -----------------------------------------------------------------------------------
 
 
 def curves(group: Group) -> list[dict[str, Any]]:
-    """Of each seed: accuracies at evaluation rounds (validation data), loss and divergence of every round.
+    """For each seed: accuracies at evaluation rounds (validation data), loss and divergence of every round.
 
     Seeds share their rounds, so that what is averaged over seeds is of the same rounds: a long run's rounds are taken in
     stretches of `step`, which end at the same places for all seeds.
     """
-    last = max((line["round"] for run in group.runs for line in run.lines), default=0)
-    evaluated = {line["round"] for run in group.runs for line in run.lines if _is_evaluated(line)}
+    lines = list(chain.from_iterable(run.lines for run in group.runs))
+    last = max((line["round"] for line in lines), default=0)
     step = max(1, math.ceil(last / POINTS))
+    evaluated = {line["round"] for line in lines if _is_evaluated(line)}
     shown = set(picked(sorted(evaluated)))
-    empty = _series(Run("", "", {}, []), shown, step, last)
-    return [
-        part_of(run, "metrics.jsonl", lambda run: rounded(_series(run, shown, step, last)), empty) for run in group.runs
-    ]
+    series = partial(_series, shown=shown, step=step, last=last)
+    empty = series(Run("", "", {}, []))
+    return [part_of(run, "metrics.jsonl", lambda run: rounded(series(run)), empty) for run in group.runs]
 
 
 def _is_evaluated(line: MetricsLine) -> bool:
@@ -37,18 +46,19 @@ def _is_evaluated(line: MetricsLine) -> bool:
 
 
 def _series(run: Run, shown: set[int], step: int, last: int) -> dict[str, Any]:
+    """The curves of one run. shown: the evaluation rounds; step and last: of the stretches of rounds."""
     sent = _sent(run.lines)
     lines = [line for line in run.lines if line["round"] in shown and _is_evaluated(line)]
-    series: dict[str, Any] = {
+    rounds = [line["round"] for line in lines]
+    accuracies: dict[str, Any] = {kind: _accuracies(lines, kind) for kind in VALIDATION_KINDS}
+    return {
         "seed": run.seed,
-        "round": [line["round"] for line in lines],
-        "gib": [sent[line["round"]] for line in lines],
+        "round": rounds,
+        "gib": [sent[t] for t in rounds],
+        **accuracies,
+        "worst_decile": _accuracies(lines, "as_sent", "worst_decile"),
+        "every": _every_round(run.lines, sent, step, last),
     }
-    for kind in VALIDATION_KINDS:
-        series[kind] = [_accuracy(line, kind) for line in lines]
-    series["worst_decile"] = [_accuracy(line, "as_sent", "worst_decile") for line in lines]
-    series["every"] = _every_round(run.lines, sent, step, last)
-    return series
 
 
 def _sent(lines: Sequence[MetricsLine]) -> dict[int, float]:
@@ -56,9 +66,13 @@ def _sent(lines: Sequence[MetricsLine]) -> dict[int, float]:
     total = 0
     sent = {}
     for line in lines:
-        total += line["bytes_down"] + line["bytes_up"]
+        total += _bytes(line)
         sent[line["round"]] = total / GIB
     return sent
+
+
+def _bytes(line: MetricsLine) -> int:
+    return line["bytes_down"] + line["bytes_up"]
 
 
 def _every_round(lines: Sequence[MetricsLine], sent: Mapping[int, float], step: int, last: int) -> dict[str, Any]:
@@ -67,20 +81,29 @@ def _every_round(lines: Sequence[MetricsLine], sent: Mapping[int, float], step: 
     for line in lines:
         end = min(last, step * math.ceil(line["round"] / step))
         of_stretch.setdefault(end, []).append(line)
-    ways: dict[str, Callable[[MetricsLine], float | None]] = {
-        "loss": lambda line: line.get("loss"),
-        "divergence": lambda line: line.get("divergence"),
-        "mib": lambda line: (line["bytes_down"] + line["bytes_up"]) / 2**20,
-        "seconds": lambda line: line.get("seconds"),
+    stretches_of_lines = list(of_stretch.values())
+    return {
+        "step": step,
+        "round": list(of_stretch),
+        "gib": [sent[stretch[-1]["round"]] for stretch in stretches_of_lines],
+        "loss": _means(stretches_of_lines, lambda line: line.get("loss")),
+        "divergence": _means(stretches_of_lines, lambda line: line.get("divergence")),
+        "mib": _means(stretches_of_lines, lambda line: _bytes(line) / MIB),
+        "seconds": _means(stretches_of_lines, lambda line: line.get("seconds")),
     }
-    every: dict[str, Any] = {"step": step, "round": list(of_stretch)}
-    every["gib"] = [sent[stretch[-1]["round"]] for stretch in of_stretch.values()]
-    for name, way in ways.items():
-        every[name] = [mean_of([way(line) for line in stretch]) for stretch in of_stretch.values()]
-    return every
+
+
+def _means(parts: Sequence[Sequence[MetricsLine]], figure: _Figure) -> list[float | None]:
+    """The mean of a figure over the rounds of each part."""
+    return [mean_of([figure(line) for line in part]) for part in parts]
+
+
+def _accuracies(lines: Sequence[MetricsLine], kind: str, what: str = "mean") -> list[float | None]:
+    return [_accuracy(line, kind, what) for line in lines]
 
 
 def _accuracy(line: MetricsLine, kind: str, what: str = "mean") -> float | None:
+    """An accuracy on validation data, in per cent."""
     validation: Mapping[str, Any] = line["accuracy"]["validation"]
     value = validation.get(kind)
     if isinstance(value, Mapping):
@@ -88,30 +111,44 @@ def _accuracy(line: MetricsLine, kind: str, what: str = "mean") -> float | None:
     return None if value is None else 100 * float(value)
 
 
+# -- maps of q ---------------------------------------------------------------------------------------------------------
+
+
 def maps(run: Run) -> dict[str, Any] | None:
     """q(z|c) and q(z|s) at evaluation rounds; clients in the order of their true groups where those are known."""
-    lines = [line for line in run.lines if isinstance(line.get("q_zs"), list) and line.get("q_zs")]
+    lines = [line for line in run.lines if _has_gates(line)]
     if not lines:
         return None
-    first = lines[0]
-    values = len(first.get("q_zc") or [])
-    names = [str(name) for name in run.federation.get("clients", [])] or [str(s) for s in range(len(first["q_zs"]))]
+    names = _names_of_clients(run, len(lines[0]["q_zs"]))
     groups = run.federation.get("groups")
-    order = sorted(range(len(names)), key=lambda s: (groups[s] if groups else 0, s))[:ROWS]
+    order = clients_by_group(len(names), groups, ROWS)
+    clients = [names[s] for s in order]
+    values = len(lines[0].get("q_zc") or [])
     side = run.federation.get("side", "label")
     rows = order if side == "client" else range(min(ROWS, values))
-    shown = [lines[i] for i in picked(list(range(len(lines))), FRAMES)]
     return {
         "side": side,
-        "values": _names_of_values(run, side, values, [names[s] for s in order]),
-        "clients": [names[s] for s in order],
-        "groups": [groups[s] for s in order] if groups else None,
+        "values": _names_of_values(run, side, values, clients),
+        "clients": clients,
+        "groups": of_some(groups, order),
         "left_out": len(names) - len(order),
-        "frames": [_frame(line, rows, order) for line in shown],
+        "frames": [_frame(line, rows, order) for line in picked(lines, FRAMES)],
     }
 
 
+def _has_gates(line: MetricsLine) -> bool:
+    gates = line.get("q_zs")
+    return isinstance(gates, list) and bool(gates)
+
+
+def _names_of_clients(run: Run, count: int) -> list[str]:
+    """As the federation calls them; where it does not say, their numbers."""
+    names = run.federation.get("clients", [])
+    return [str(name) for name in names] or [str(s) for s in range(count)]
+
+
 def _names_of_values(run: Run, side: str, count: int, clients: list[str]) -> list[str]:
+    """What the values of c are called."""
     if side == "client":
         return clients
     labels = run.federation.get("labels") if side == "label" else None
@@ -130,18 +167,34 @@ def _some_rows(q: Sequence[Sequence[float]], rows: Sequence[int]) -> list[list[f
     return [[round(value, 3) for value in q[row]] for row in rows if row < len(q)]
 
 
+# -- experts and layers ------------------------------------------------------------------------------------------------
+
+
 def use(run: Run) -> dict[str, Any] | None:
     """How much each expert is used, and by how many clients it came back, over rounds."""
     lines = [line for line in run.lines if line.get("expert_use")]
     if not lines:
         return None
-    parts = [[lines[i] for i in stretch] for stretch in stretches(len(lines))]
+    parts = _parts(lines, POINTS)
     experts = range(len(lines[0]["expert_use"]))
     return {
-        "round": [part[-1]["round"] for part in parts],
-        "use": [[mean_of([line["expert_use"][k] for line in part]) for part in parts] for k in experts],
-        "returned": [[mean_of([_returned(line, k) for line in part]) for part in parts] for k in experts],
+        "round": _last_rounds(parts),
+        "use": [_means(parts, partial(_share, k=k)) for k in experts],
+        "returned": [_means(parts, partial(_returned, k=k)) for k in experts],
     }
+
+
+def _parts(lines: Sequence[MetricsLine], most: int) -> list[list[MetricsLine]]:
+    """The lines in at most this many stretches."""
+    return [[lines[i] for i in stretch] for stretch in stretches(len(lines), most)]
+
+
+def _last_rounds(parts: Sequence[Sequence[MetricsLine]]) -> list[int]:
+    return [part[-1]["round"] for part in parts]
+
+
+def _share(line: MetricsLine, k: int) -> float:
+    return line["expert_use"][k]
 
 
 def _returned(line: MetricsLine, k: int) -> float | None:
@@ -154,12 +207,12 @@ def layers(run: Run) -> dict[str, Any] | None:
     lines = [line for line in run.lines if line.get("divergence_layers")]
     if not lines:
         return None
-    parts = [[lines[i] for i in stretch] for stretch in stretches(len(lines), LAYER_POINTS)]
-    names = list(_layers_of(lines[0])[0])
+    parts = _parts(lines, LAYER_POINTS)
+    first_expert = _layers_of(lines[0])[0]
     return {
         "step": len(parts[0]),
-        "round": [part[-1]["round"] for part in parts],
-        "layers": {name: [mean_of([_of_layer(line, name) for line in part]) for part in parts] for name in names},
+        "round": _last_rounds(parts),
+        "layers": {name: _means(parts, partial(_of_layer, name=name)) for name in first_expert},
     }
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from fedmix.catalogue import TITLES
@@ -11,11 +12,14 @@ from fedmix.report.statistics import OverSeeds, over_seeds
 from fedmix.report.words import GIB
 from fedmix.schema import METRICS
 
-ON = ("gate_through_features",)  # switches that are on by default
+# switches that are on by default
+ON = ("gate_through_features",)
 
 
 @dataclass(frozen=True)
 class Group:
+    """Runs that differ in their seed alone."""
+
     name: str
     runs: list[Run]
 
@@ -36,7 +40,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     """Runs by method; the name says what tells it from the others."""
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+        settings = json.dumps(run.settings, sort_keys=True, default=str)
+        by_settings.setdefault(settings, []).append(run)
     members = sorted(by_settings.values(), key=_order)
     switches = _switches(members)
     several_recipes = len({run.name for run in runs}) > 1
@@ -52,6 +57,7 @@ def _order(of_group: Sequence[Run]) -> int:
 
 
 def _name(run: Run, members: Sequence[Sequence[Run]], switches: Sequence[str], several_recipes: bool) -> str:
+    """The method, its recipe where there are several, and the settings that tell it from others of the same method."""
     same_method = [other for other in members if other[0].method == run.method and other[0].name == run.name]
     keys = dict.fromkeys([*differing(same_method), *switches])
     recipe = [run.name] if several_recipes else []
@@ -71,7 +77,7 @@ def called(settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def _switch_words(name: str, value: bool) -> list[str]:
-    """What is on or off is its name alone, and nothing where that is the default."""
+    """A switch is said by its name alone, and not at all where it is as by default."""
     is_default = value == (name in ON)
     if is_default:
         return []
@@ -80,8 +86,10 @@ def _switch_words(name: str, value: bool) -> list[str]:
 
 
 def _switches(members: Sequence[Sequence[Run]]) -> list[str]:
-    """What is on in the training of some groups, whatever their method, and not in that of others: no fair comparison
-    without a word of it."""
+    """What is on in the training of some groups and off in that of others, whatever their methods.
+
+    Names say it, since a comparison that does not is not fair.
+    """
     on = [_switched_on(of_group[0]) for of_group in members]
     anywhere = set().union(*on)
     everywhere = anywhere.intersection(*on)
@@ -93,24 +101,41 @@ def _switched_on(run: Run) -> set[str]:
 
 
 def _unique(names: Sequence[str], i: int) -> str:
-    if names.count(names[i]) == 1:
-        return names[i]
-    return f"{names[i]} ({names[: i + 1].count(names[i])})"
+    """A name, numbered where others are the same."""
+    name = names[i]
+    if names.count(name) == 1:
+        return name
+    number = names[: i + 1].count(name)
+    return f"{name} ({number})"
 
 
 def differing(same: Sequence[Sequence[Run]]) -> list[str]:
     """Settings that are not the same in all of these groups of one method.
 
-    One that a run does not have, for it is older than the setting, counts only where nothing else tells that run from the
-    others; what is on or off was off in it.
+    A run that is older than a setting does not have it. Such a setting counts only where nothing else tells that run from
+    the others; a switch was off in it.
     """
     tables = [_as_text(of_group[0].settings) for of_group in same]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    stated = [key for key in keys if len({table[key] for table in tables if key in table}) > 1]
-    told_apart = {tuple(table.get(key) for key in stated) for table in tables}
-    if len(told_apart) < len(tables):
-        stated = [key for key in keys if len({table.get(key, "false") for table in tables}) > 1]
-    return stated
+    # each key once, in the order of the recipes
+    keys = dict.fromkeys(chain.from_iterable(tables))
+    stated = [key for key in keys if _differs_where_stated(key, tables)]
+    if _tell_apart(stated, tables):
+        return stated
+    return [key for key in keys if _differs(key, tables)]
+
+
+def _tell_apart(keys: Sequence[str], tables: Sequence[Mapping[str, str]]) -> bool:
+    """Whether no two tables are the same in all of these settings."""
+    values = {tuple(map(table.get, keys)) for table in tables}
+    return len(values) == len(tables)
+
+
+def _differs_where_stated(key: str, tables: Sequence[Mapping[str, str]]) -> bool:
+    return len({table[key] for table in tables if key in table}) > 1
+
+
+def _differs(key: str, tables: Sequence[Mapping[str, str]]) -> bool:
+    return len({table.get(key, "false") for table in tables}) > 1
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -144,17 +169,29 @@ def table(members: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _row(group: Group) -> dict[str, Any]:
+    """The runs that ended; of a group in which none has ended yet, all of them as far as they have come."""
     shown = group.ended or group.runs
     name = group.name if len(shown) == len(group.runs) else f"{group.name} ({group.seeds})"
-    row: dict[str, Any] = {"method": name, "seeds": len(shown)}
-    for column, (kind, measure, what, factor) in TEST_COLUMNS.items():
-        row[column] = _cell(over_seeds([run.final(kind, measure, what) for run in group.runs]), factor)
-    for column, kind in VALIDATION_COLUMNS.items():
-        row[column] = _cell(over_seeds([_validation(run, kind) for run in shown]), 100)
-    row["rounds"] = max((run.lines[-1]["round"] for run in shown if run.lines), default=0)
-    row["GiB"] = sum(run.bytes for run in shown) / GIB / len(shown)
-    row["minutes"] = sum(run.seconds for run in shown) / 60 / len(shown)
-    return row
+    test = {column: _test_cell(group.runs, *about) for column, about in TEST_COLUMNS.items()}
+    validation = {column: _validation_cell(shown, kind) for column, kind in VALIDATION_COLUMNS.items()}
+    return {"method": name, "seeds": len(shown), **test, **validation, **_spent(shown)}
+
+
+def _test_cell(runs: Sequence[Run], kind: str, measure: str, what: str, factor: float) -> list[float | None] | None:
+    return _cell(over_seeds([run.final(kind, measure, what) for run in runs]), factor)
+
+
+def _validation_cell(runs: Sequence[Run], kind: str) -> list[float | None] | None:
+    return _cell(over_seeds([_validation(run, kind) for run in runs]), 100)
+
+
+def _spent(runs: Sequence[Run]) -> dict[str, float]:
+    """The rounds of the longest run; GiB and minutes of a run on average."""
+    return {
+        "rounds": max((run.lines[-1]["round"] for run in runs if run.lines), default=0),
+        "GiB": sum(run.bytes for run in runs) / GIB / len(runs),
+        "minutes": sum(run.seconds for run in runs) / 60 / len(runs),
+    }
 
 
 def _validation(run: Run, kind: str) -> float | None:

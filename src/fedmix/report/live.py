@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,12 @@ class Live:
         self._data: dict[str, Any] = {}
 
     def version(self) -> str:
-        """Changes with the files."""
-        seen = []
-        for given in self.paths:
-            root = Path(given)
-            for folder in [root, *sorted(p for p in root.glob("*") if p.is_dir())]:
-                for name in WATCHED:
-                    try:
-                        found = os.stat(folder / name)
-                    except OSError:
-                        continue
-                    seen.append(f"{found.st_mtime_ns}.{found.st_size}")
-        return "-".join(seen) or "nothing"
+        """A text that changes with the files."""
+        stamps = [stamp for path in self.paths for stamp in _stamps(Path(path))]
+        return "-".join(stamps) or "nothing"
 
     def data(self) -> dict[str, Any]:
-        """As `numbers.page_data`."""
+        """What `page_data` gives, and a version to ask for changes by."""
         with self._lock:
             version = self.version()
             if version != self._version:
@@ -52,53 +44,81 @@ class Live:
             return self._data
 
     def last(self) -> dict[str, Any]:
-        """What could be read last, where a run directory is being replaced."""
+        """What could be read last, for when a run directory is being replaced."""
         return self._data
 
 
+def _stamps(root: Path) -> list[str]:
+    """A stamp of each file that is watched, in a run directory or in those below it."""
+    below = sorted(path for path in root.glob("*") if path.is_dir())
+    stamps = [_stamp(folder / name) for folder in (root, *below) for name in WATCHED]
+    return list(filter(None, stamps))
+
+
+def _stamp(file: Path) -> str:
+    """When the file was changed and how large it is; nothing where there is no file."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return ""
+    return f"{status.st_mtime_ns}.{status.st_size}"
+
+
 def server(paths: Sequence[str], port: int) -> ThreadingHTTPServer:
-    """Listens on this machine alone; port 0: any that is free."""
+    """A server that listens on this machine alone; port 0: any that is free."""
     live = Live(paths)
-    live.data()  # what cannot be read is refused now
+    # what cannot be read is refused now
+    live.data()
+    return ThreadingHTTPServer((HERE, port), partial(_Handler, live))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if re.sub(r":\d+$", "", self.headers.get("Host", "")) not in (HERE, "localhost"):
-                return self._send(
-                    403, "text/plain", b"of this machine alone"
-                )  # a name that was rebound to this address
-            url = urlsplit(self.path)
-            try:
-                data = live.data()
-            except (FedmixError, OSError) as error:
-                if url.path != "/":
-                    return self._send(503, "text/plain; charset=utf-8", str(error).encode())
-                data = live.last()
-            if url.path == "/":
-                return self._send(200, "text/html; charset=utf-8", html(data).encode())
-            if url.path == "/data.json":
-                if parse_qs(url.query).get("known") == [data["version"]]:
-                    return self._send(204, "application/json", b"")
-                return self._send(200, "application/json", json.dumps(data, allow_nan=False).encode())
-            return self._send(404, "text/plain", b"not here")
 
-        def _send(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page at / and with its numbers at /data.json."""
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass  # nobody reads it
+    def __init__(self, live: Live, *args: Any, **named: Any) -> None:
+        # first, since the base class answers the request while it is made
+        self.live = live
+        super().__init__(*args, **named)
 
-    return ThreadingHTTPServer((HERE, port), Handler)
+    def do_GET(self) -> None:
+        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
+        if host not in (HERE, "localhost"):
+            # a name that was rebound to this address
+            return self._send(403, "text/plain", b"of this machine alone")
+        url = urlsplit(self.path)
+        try:
+            data = self.live.data()
+        except (FedmixError, OSError) as error:
+            if url.path != "/":
+                return self._send(503, "text/plain; charset=utf-8", str(error).encode())
+            data = self.live.last()
+        if url.path == "/":
+            return self._send(200, "text/html; charset=utf-8", html(data).encode())
+        if url.path == "/data.json":
+            return self._send_numbers(data, parse_qs(url.query).get("known"))
+        return self._send(404, "text/plain", b"not here")
+
+    def _send_numbers(self, data: dict[str, Any], known: list[str] | None) -> None:
+        """The numbers, unless the page has this version of them already."""
+        if known == [data["version"]]:
+            return self._send(204, "application/json", b"")
+        return self._send(200, "application/json", json.dumps(data, allow_nan=False).encode())
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: nobody reads it."""
 
 
 def watch(paths: Sequence[str], port: int, say: Callable[[str], None]) -> None:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     with server(paths, port) as served:
         say(f"http://{HERE}:{served.server_address[1]}/")
         served.serve_forever(poll_interval=0.2)

@@ -20,7 +20,7 @@ def as_json(value: Any) -> str:
 
 
 def html(data: dict[str, Any]) -> str:
-    """The page of `numbers.page_data`."""
+    """The page that shows what `page_data` gives."""
     page = _asset("page.html")
     parts = {"CSS": _asset("page.css"), "JS": _asset("page.js"), "DATA": as_json(data), "PLOTLY": _plotly()}
     for name, text in parts.items():
@@ -30,8 +30,10 @@ def html(data: dict[str, Any]) -> str:
 
 
 def _plotly() -> str:
+    """The plotting library, without anything that would end the script element it stands in."""
     return _asset("plotly-cartesian.min.js").replace("</script", "<\\/script")
 
 
 def report(runs: Sequence[Run]) -> str:
+    """The page of these runs."""
     return html(page_data(runs))

@@ -10,22 +10,23 @@ from fedmix.report.runs import Run, part_of
 from fedmix.report.thinning import rounded
 from fedmix.report.verdict import glance
 
-MOST_NAMES = 3  # in the title
+# recipes that the title names
+MOST_NAMES = 3
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """The numbers of the page; assets/page.js reads them by these keys."""
     members = groups(runs)
-    names = list(dict.fromkeys(run.name for run in runs))
     group_names = [group.name for group in members]
     data = {
-        "title": " and ".join(names) if len(names) <= MOST_NAMES else "fedmix runs",
+        "title": _title(runs),
         "columns": [*COLUMNS, "rounds", "GiB", "minutes"],
         "judged": {name: name in LOWER_IS_BETTER for name in COLUMNS},
         "table": rounded(table(members)),
         "groups": group_names,
         "short": short_names(group_names),
         "curves": [curves.curves(group) for group in members],
-        "runs": [_run_data(run, group, number) for number, group in enumerate(members) for run in group.runs],
+        "runs": _runs_data(members),
         "sweep": against_settings(members),
         "missing": _missing(runs),
     }
@@ -33,8 +34,13 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     return data | {"glance": glance(members)}
 
 
+def _title(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(run.name for run in runs))
+    return " and ".join(names) if len(names) <= MOST_NAMES else "fedmix runs"
+
+
 def short_names(names: Sequence[str], most: int = 44) -> list[str]:
-    """For legends: beginning and end of a long name, with a number where that is not enough to tell them apart."""
+    """Names for legends: beginning and end of a long one, with a number where that does not tell it from another."""
     head = most * 3 // 5
     tail = most - head - 1
     short = [name if len(name) <= most else f"{name[:head]}…{name[-tail:]}" for name in names]
@@ -44,15 +50,24 @@ def short_names(names: Sequence[str], most: int = 44) -> list[str]:
 def _missing(runs: Sequence[Run]) -> list[str]:
     """What these runs could show and do not, and what to type for it."""
     ended = [run for run in runs if run.ended]
+    evaluated = [run for run in ended if run.evaluation]
+    audited = [run for run in ended if run.audit]
     words = []
-    for name, command in (("evaluation", "evaluate"), ("audit", "audit")):
-        if ended and not any(getattr(run, name) for run in ended):
-            words.append(f"no {name} of these runs: fedmix {command} RUN makes it")
+    if ended and not evaluated:
+        words.append("no evaluation of these runs: fedmix evaluate RUN makes it")
+    if ended and not audited:
+        words.append("no audit of these runs: fedmix audit RUN makes it")
     return words
+
+
+def _runs_data(members: Sequence[Group]) -> list[dict[str, Any]]:
+    """Every run, group by group."""
+    return [_run_data(run, group, number) for number, group in enumerate(members) for run in group.runs]
 
 
 def _run_data(run: Run, group: Group, number: int) -> dict[str, Any]:
     """What is shown of one run: maps of q, use of experts, clients, evaluation, audit, how to repeat it."""
+    # for each part, the file that is to blame if it cannot be made, and what makes it
     parts: dict[str, tuple[str, Callable[[Run], Any]]] = {
         "maps": ("metrics.jsonl", curves.maps),
         "use": ("metrics.jsonl", curves.use),

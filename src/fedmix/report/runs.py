@@ -14,8 +14,10 @@ from fedmix.schema import LeftOut, MetricsLine, Summary
 
 T = TypeVar("T")
 
-IGNORED = ("seed", "name", "description")  # what does not make two runs different methods
-ODD = (KeyError, TypeError, AttributeError, ValueError, IndexError)  # what a file that is not as it should be raises
+# what does not make two runs different methods
+IGNORED = ("seed", "name", "description")
+# what code raises that reads a file which is not as it should be
+ODD = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 
 @dataclass
@@ -27,7 +29,8 @@ class Run:
     recipe: dict[str, Any]
     lines: list[MetricsLine]
     summary: Summary | None = None
-    about: dict[str, Any] = field(default_factory=dict)  # run.json
+    # run.json
+    about: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] | None = None
@@ -68,7 +71,7 @@ class Run:
         return _figure(value, what)
 
     def validation(self, kind: str) -> float | None:
-        """The mean of the last evaluations on validation data, of a run that goes on too."""
+        """The mean of the last evaluations on validation data; a run that goes on has it too."""
         if self.summary is not None:
             accuracy: Mapping[str, Any] = self.summary["accuracy"]
             return _figure(accuracy.get("validation", {}).get(kind), "mean")
@@ -83,7 +86,7 @@ class Run:
 
 
 def _figure(value: Any, what: str) -> float | None:
-    """A figure that is over clients, or one number, which is its own mean."""
+    """`what` of a figure that is over clients; one number is its own mean, and has nothing else."""
     if isinstance(value, Mapping):
         value = value.get(what)
     elif what != "mean":
@@ -123,7 +126,8 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     runs: dict[tuple[str, int], Run] = {}
     for path in find_runs(paths):
         run = read_run(path)
-        first = runs.setdefault((json.dumps(run.settings, sort_keys=True, default=str), run.seed), run)
+        settings = json.dumps(run.settings, sort_keys=True, default=str)
+        first = runs.setdefault((settings, run.seed), run)
         if first is not run:
             first.troubles.append(f"{run.path} has the same settings and seed as {first.path}, and was left out")
     return list(runs.values())
@@ -199,7 +203,7 @@ class _Files:
         return printable(table) if isinstance(table, dict) else None
 
     def federation(self) -> dict[str, Any]:
-        """Kept runs of the same data have it once (schema.read_federation)."""
+        """federation.json; kept runs of the same data have it once, and name the run that has it."""
         table = self.read(schema.FEDERATION) or {}
         if "same_as" in table:
             table = self.read(f"{table['same_as']}/{schema.FEDERATION}") or {}
@@ -208,8 +212,10 @@ class _Files:
     def lines(self) -> list[MetricsLine]:
         """Rounds in order; a line that was cut off is left out, and said."""
         file = self.path / schema.METRICS
+        if not file.is_file():
+            return []
         lines: list[MetricsLine] = []
-        for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
             line = _line(text)
             if line is None:
                 reached = lines[-1]["round"] if lines else 0
@@ -220,6 +226,7 @@ class _Files:
         return lines
 
     def summary(self, lines: Sequence[MetricsLine]) -> Summary | None:
+        """summary.json with the names of this version; None before the end, or where it cannot be read."""
         table = self.read(schema.SUMMARY, must=False)
         if table is None:
             return None
@@ -238,7 +245,7 @@ class _Files:
 
 
 def _line(text: str) -> dict[str, Any] | None:
-    """A line of metrics, if it is one; texts of it without control characters."""
+    """A line of metrics, its texts without control characters; None where it is no such line."""
     try:
         line: dict[str, Any] = json.loads(text)
         whole = all(isinstance(line[key], int) for key in ("round", "bytes_down", "bytes_up"))
@@ -250,7 +257,7 @@ def _line(text: str) -> dict[str, Any] | None:
 
 
 def _what_went_wrong(run: Run) -> list[str]:
-    """Warnings, each kind as it was said last; and who was left out."""
+    """Warnings, each kind of them as it was said last; and who was left out."""
     warnings = [warning for line in run.lines for warning in line.get("warnings", [])]
     last_of_kind = {warning.split(":")[0]: warning for warning in warnings}
     refused = _left_out("refused replies", [(line["round"], line.get("refused", [])) for line in run.lines])
@@ -259,6 +266,7 @@ def _what_went_wrong(run: Run) -> list[str]:
 
 
 def _left_out(words: str, rounds: Sequence[tuple[int, Sequence[LeftOut]]]) -> list[str]:
+    """How many clients were left out, and the last of them; nothing where there was none."""
     rows = [(t, client) for t, clients in rounds for client in clients]
     if not rows:
         return []

@@ -1,6 +1,7 @@
 """A run on a terminal: where it is, how it went, who uses which expert."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
@@ -11,7 +12,9 @@ from fedmix.report.curves import curves
 from fedmix.report.groups import groups
 from fedmix.report.runs import Run, part_of
 from fedmix.report.tables import q_map
+from fedmix.report.thinning import picked
 from fedmix.report.verdict import glance
+from fedmix.report.words import event_words
 from fedmix.schema import MetricsLine
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -23,40 +26,63 @@ def sparkline(values: Sequence[float | None], width: int = WIDTH) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    if len(known) > width:
-        known = [known[round(i * (len(known) - 1) / (width - 1))] for i in range(width)]
-    low, high = min(known), max(known)
-    return "".join(
-        BARS[int((value - low) / (high - low) * (len(BARS) - 1))] if high > low else BARS[0] for value in known
-    )
+    shown = picked(known, width)
+    low, high = min(shown), max(shown)
+    if not low < high:
+        return BARS[0] * len(shown)
+    heights = [int((value - low) / (high - low) * (len(BARS) - 1)) for value in shown]
+    return "".join(BARS[height] for height in heights)
 
 
 def show(run: Run) -> RenderableType:
     """The essentials of one run directory."""
-    made = groups([run])
-    (series,) = curves(made[0])
-    first = glance(made)
-    parts: list[RenderableType] = [Text(f"{run.name}: {run.method}, seed {run.seed}", style="bold")]
-    parts += [Text(first["verdict"]), Text(first["spent"], style="dim")]
-    parts += [Text(f"! {row['what']}", style="yellow") for row in first["wrong"]]
-    parts += [Text(note, style="dim") for note in first["notes"]]
+    members = groups([run])
+    (series,) = curves(members[0])
+    first = glance(members)
+    parts: list[RenderableType] = [
+        Text(f"{run.name}: {run.method}, seed {run.seed}", style="bold"),
+        Text(first["verdict"]),
+        Text(first["spent"], style="dim"),
+        *(Text(f"! {row['what']}", style="yellow") for row in first["wrong"]),
+        *(Text(note, style="dim") for note in first["notes"]),
+        _sparklines(series),
+    ]
+    last = next((line for line in reversed(run.lines) if line.get("q_zs")), None)
+    if last is not None:
+        parts += part_of(run, "metrics.jsonl", lambda run: _structure(run, last), [])
+        parts += part_of(run, "federation.json", lambda run: [_map(run, last)], [])
+    return Lines(*parts)
+
+
+def _sparklines(series: Mapping[str, Any]) -> Table:
+    """How the run went: for each measure its first value, a line of bars, and its last value."""
+    measures = {
+        "loss": series["every"]["loss"],
+        "as sent %, validation": series["as_sent"],
+        "server %, validation": series["server"],
+        "no identity %, validation": series["no_identity"],
+        "divergence": series["every"]["divergence"],
+        "MiB a round": series["every"]["mib"],
+    }
     table = Table(show_header=False, box=None, padding=(0, 1))
-    for name, values in (
-        ("loss", series["every"]["loss"]),
-        ("as sent %, validation", series["as_sent"]),
-        ("server %, validation", series["server"]),
-        ("no identity %, validation", series["no_identity"]),
-        ("divergence", series["every"]["divergence"]),
-        ("MiB a round", series["every"]["mib"]),
-    ):
+    for name, values in measures.items():
         known = [value for value in values if value is not None]
         if known:
             table.add_row(name, f"{known[0]:.4g}", sparkline(values), f"{known[-1]:.4g}")
-    parts.append(table)
-    last = next((line for line in reversed(run.lines) if line.get("q_zs")), None)
-    if last is not None:
-        parts += part_of(run, "federation.json", lambda run: [_map(run, last)], [])
-    return Lines(*parts)
+    return table
+
+
+def _structure(run: Run, last: MetricsLine) -> list[RenderableType]:
+    """How many experts were found, since when, who uses them and how surely; nothing where their number was given."""
+    if "experts" not in last:
+        return []
+    events = [(line["round"], event) for line in run.lines for event in line.get("structure", [])]
+    users = [max(range(len(row)), key=row.__getitem__) for row in last["q_zs"]]
+    counts = ", ".join(f"expert {k}: {users.count(k)} clients" for k in last["experts"])
+    since = f" since round {events[-1][0]}" if events else ""
+    surely = sum(map(max, last["q_zs"])) / len(users)
+    words = f"{len(last['experts'])} experts{since}; {counts}; mean largest q(z|s) {surely:.2f}"
+    return [Text(words), *(Text(f"round {t}: {event_words(event)}", style="dim") for t, event in events)]
 
 
 def _map(run: Run, line: MetricsLine) -> RenderableType:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 RESAMPLES = 1000
-LEVEL = 0.95  # of the interval
+# how often the interval holds the true difference
+LEVEL = 0.95
 Verdict = Literal["ahead", "behind", "level"]
 
 
@@ -20,7 +21,7 @@ class OverSeeds(TypedDict):
 class Difference(TypedDict):
     """First minus second: the mean over clients and seeds, and its bootstrap interval.
 
-    verdict: of the first method; 'level' where the interval crosses zero, or there are too few clients for one.
+    verdict: what is said of the first method; 'level' where the interval crosses zero, or there is one client alone.
     """
 
     mean: float
@@ -41,18 +42,21 @@ def over_seeds(values: Sequence[float | None]) -> OverSeeds:
 
 
 def paired_difference(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Difference | None:
-    """Of two methods: for each seed that both have, each client's accuracy under the one and under the other.
+    """The difference of two methods; None where they have no client in common.
+
+    pairs: for each seed that both have, each client's accuracy under the first and under the second.
 
     The interval is a bootstrap in two steps: seeds are drawn with replacement, then the clients of each. With one seed it says
     how much other clients would change, and nothing of other seeds.
     """
-    of_seeds = [_differences(first, second) for first, second in pairs]
-    of_seeds = [differences for differences in of_seeds if differences]
+    of_all_seeds = [_differences(first, second) for first, second in pairs]
+    of_seeds = list(filter(None, of_all_seeds))
     if not of_seeds:
         return None
-    mean = statistics.fmean(statistics.fmean(differences) for differences in of_seeds)
+    # the mean of each seed first, so that a seed with more clients does not count more
+    mean = statistics.fmean(map(statistics.fmean, of_seeds))
     low, high = _interval(of_seeds)
-    clients = sum(len(differences) for differences in of_seeds)
+    clients = sum(map(len, of_seeds))
     return {
         "mean": mean,
         "low": low,
@@ -68,7 +72,9 @@ def _differences(first: Mapping[str, float], second: Mapping[str, float]) -> lis
 
 
 def _interval(of_seeds: Sequence[Sequence[float]]) -> tuple[float, float]:
-    rng = random.Random(0)  # the same runs give the same interval
+    """The bootstrap's interval of the mean difference."""
+    # the same runs give the same interval
+    rng = random.Random(0)
     means = sorted(_resampled_mean(of_seeds, rng) for _ in range(RESAMPLES))
     outside = round((1 - LEVEL) / 2 * RESAMPLES)
     return means[outside], means[-1 - outside]

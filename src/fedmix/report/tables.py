@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmix.report.comparison import Comparison, PairedDifference, SeedsRow, compared
-from fedmix.report.statistics import OverSeeds
-from fedmix.report.words import duration, noise_words, percent, scaled_down, size, title_of
+from fedmix.report.statistics import Difference, OverSeeds
+from fedmix.report.thinning import clients_by_group
+from fedmix.report.words import duration, letter, noise_words, percent, scaled_down, size, title_of
 from fedmix.schema import KINDS, LAST_EVALUATIONS, WORDS, Summary
 
 SHADES = " ░▒▓█"
-WITH_LABELS = {  # what a new client may do with the labelled points it has
+# what a new client may do with the labelled points it has
+WITH_LABELS = {
     "label_counts": "own label counts",
     "private_parts": "private parts alone",
     "fine_tuned": "then fine-tuned",
@@ -31,11 +33,11 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     table = Table(title=Text(title), box=box.SIMPLE_HEAD)
     table.add_column("method")
     add_result_columns(table)
-    clusters = any("adjusted_rand_index" in row for row in rows)
-    if clusters:
+    grouped = _is_grouped(rows)
+    if grouped:
         table.add_column("groups found", justify="right")
     for row in rows:
-        index = [_number(row.get("adjusted_rand_index"))] if clusters else []
+        index = [_number(row.get("adjusted_rand_index"))] if grouped else []
         test, validation = result_cells(row)
         table.add_row(title_of(row), *test, *index)
         table.add_row("", *validation, end_section=True)
@@ -45,6 +47,11 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
+def _is_grouped(rows: Sequence[SeedsRow]) -> bool:
+    """Whether the clients' true groups are known, and so how well they were found."""
+    return any("adjusted_rand_index" in row for row in rows)
+
+
 def rounds_words(rows: Sequence[SeedsRow]) -> str:
     """How many rounds these runs have; a recipe may give its methods different numbers of them."""
     counts = sorted({row["rounds"] for row in rows})
@@ -52,6 +59,7 @@ def rounds_words(rows: Sequence[SeedsRow]) -> str:
 
 
 def add_result_columns(table: Table) -> None:
+    """The columns that `result_cells` fills."""
     for column in RESULT_COLUMNS:
         table.add_column(column, justify="left" if column == "data" else "right")
 
@@ -72,14 +80,14 @@ def _accuracy_cell(of_kinds: Mapping[str, OverSeeds], kind: str) -> str:
 def caption(rows: Sequence[SeedsRow]) -> str:
     """What the columns mean."""
     seeds = max(len(row["seeds"]) for row in rows)
+    deviation = f"; ±: sample deviation over {seeds} seeds" if seeds > 1 else ""
     lines = [
         "fine-tuned: server weights, then trained on the client (mean of up to 3 last evaluations); as sent: weights",
         "that the client sent last; server: server weights with the client's private parts; no identity: all points",
         f"together. test: after the last round; validation: mean of the last evaluations, up to {LAST_EVALUATIONS}, in the",
-        "last fifth of the run; worst decile: the worst tenth of the clients, fine-tuned"
-        + (f"; ±: sample deviation over {seeds} seeds" if seeds > 1 else ""),
+        f"last fifth of the run; worst decile: the worst tenth of the clients, fine-tuned{deviation}",
     ]
-    if any("adjusted_rand_index" in row for row in rows):
+    if _is_grouped(rows):
         lines.append("groups found: adjusted Rand index of the clients' groups, 1.00 = exactly")
     if rows[0]["scale"] != "full":
         lines.append(scaled_down(rows[0]["scale"]))
@@ -90,24 +98,22 @@ def difference_words(comparison: Comparison) -> list[str]:
     """The first method against each other one, by every kind of accuracy, in points."""
     titles = {row["algorithm"]: row["title"] for row in comparison["rows"]}
     first = comparison["rows"][0]["algorithm"]
-    against_first = [row for row in comparison["differences"] if row["first"] == first and row["difference"]]
-    if not against_first:
+    against_first = [row for row in comparison["differences"] if row["first"] == first]
+    lines = [_difference_line(row, row["difference"], titles) for row in against_first if row["difference"]]
+    if not lines:
         return []
-    lines = ["differences in points, paired over clients and seeds, with the bootstrap's 95 % interval:"]
-    return lines + [f"  {_one_difference(row, titles)}" for row in against_first]
+    return ["differences in points, paired over clients and seeds, with the bootstrap's 95 % interval:", *lines]
 
 
-def _one_difference(row: PairedDifference, titles: Mapping[str, str]) -> str:
-    difference = row["difference"]
-    assert difference is not None
+def _difference_line(row: PairedDifference, difference: Difference, titles: Mapping[str, str]) -> str:
     low, mean, high = (100 * difference[key] for key in ("low", "mean", "high"))
     seeds = f"{difference['seeds']} seeds" if difference["seeds"] > 1 else "one seed"
     what = f"{titles[row['first']]} against {titles[row['second']]}, {WORDS[row['kind']]} ({row['part']})"
-    return f"{what}: {difference['verdict']}, {mean:+.1f} ({low:+.1f} to {high:+.1f}; {seeds})"
+    return f"  {what}: {difference['verdict']}, {mean:+.1f} ({low:+.1f} to {high:+.1f}; {seeds})"
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """One run's result."""
+    """One run's result: its figures, what it warned of, what its noise guarantees, and who uses which expert."""
     parts: list[RenderableType] = [comparison_table(compared([summary]))]
     parts += [Text(f"! {warning}", style="yellow") for warning in summary.get("warnings", [])]
     if "privacy" in summary:
@@ -123,21 +129,24 @@ def q_map(
 ) -> RenderableType:
     """q(z|s), what each client returned last, client by expert as shaded blocks, beside the true groups if known.
 
-    names: of the clients, in place of their numbers.
+    names: what the clients are called; without them, their numbers are shown.
     """
-    order = sorted(range(len(q)), key=lambda s: (groups[s] if groups else 0, s))[:most]
-    experts = _by_group(q, groups) if groups else list(range(len(q[0])))
-    labels = [_cut(name) for name in (names or [str(s) for s in range(len(q))])]
-    width = max(6, *(len(labels[s]) for s in order))
+    order = clients_by_group(len(q), groups, most)
+    experts = _experts_by_group(q, groups) if groups else list(range(len(q[0])))
+    # slots of experts that there are not are no columns
+    experts = [k for k in experts if any(row[k] > 0 for row in q)]
+    numbers = [str(s) for s in range(len(q))]
+    labels = list(map(_cut, names or numbers))
+    width = max(len("client"), *(len(labels[s]) for s in order))
     text = Text()
     text.append("q(z|s), client by expert", style="bold")
     text.append("   beside the true groups\n" if groups else "   blank 0, full block 1\n")
-    heads = "".join(f"{k:^5}" for k in experts)
-    text.append(f"{'client':>{width}}  {'group  ' if groups else ''}{heads}\n", style="dim")
+    group_head = "group  " if groups else ""
+    heads = [f"{k:^5}" for k in experts]
+    text.append(f"{'client':>{width}}  {group_head}{''.join(heads)}\n", style="dim")
     for s in order:
-        group = f"{_letter(groups[s]):^5}  " if groups else ""
-        blocks = "".join(_block(q[s][k]) for k in experts)
-        text.append(f"{labels[s]:>{width}}  {group}{blocks}\n")
+        group = f"{letter(groups[s]):^5}  " if groups else ""
+        text.append(f"{labels[s]:>{width}}  {group}{_blocks(q[s], experts)}\n")
     if len(q) > most:
         text.append(f"... and {len(q) - most} more clients\n")
     return text
@@ -147,16 +156,13 @@ def _cut(name: str, most: int = 20) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _letter(group: int) -> str:
-    return chr(ord("A") + group % 26)
+def _blocks(shares: Sequence[float], experts: Sequence[int]) -> str:
+    """A block for each expert, as wide as its column: the darker, the larger its share."""
+    levels = [min(int(shares[k] * len(SHADES)), len(SHADES) - 1) for k in experts]
+    return "".join(f" {3 * SHADES[level]} " for level in levels)
 
 
-def _block(share: float) -> str:
-    shade = SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
-    return f" {3 * shade} "
-
-
-def _by_group(q: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
+def _experts_by_group(q: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
     """Experts in the order of the group that uses them most: their numbers are arbitrary."""
 
     def main_group(k: int) -> tuple[int, float]:
@@ -202,5 +208,5 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _number(value: OverSeeds | None) -> str:
     if value is None or value["mean"] is None:
         return "-"
-    deviation = value["std"]
-    return f"{value['mean']:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")
+    mean, deviation = f"{value['mean']:.2f}", value["std"]
+    return mean if deviation is None else f"{mean} ± {deviation:.2f}"

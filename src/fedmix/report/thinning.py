@@ -2,17 +2,33 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-POINTS = 400  # of a curve
+T = TypeVar("T")
+
+# points of a curve
+POINTS = 400
 DIGITS = 5
 
 
-def picked(indices: Sequence[int], most: int = POINTS) -> list[int]:
-    """At most this many of them, first and last among them."""
-    if len(indices) <= most:
-        return list(indices)
-    return [indices[round(i * (len(indices) - 1) / (most - 1))] for i in range(most)]
+def picked(values: Sequence[T], most: int = POINTS) -> list[T]:
+    """At most this many of the values, at equal distances, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(i * last / (most - 1))] for i in range(most)]
+
+
+def clients_by_group(clients: int, groups: Sequence[int] | None, most: int) -> list[int]:
+    """The numbers of at most this many clients, those of the same true group beside each other."""
+    if not groups:
+        return list(range(min(clients, most)))
+    return sorted(range(clients), key=lambda s: (groups[s], s))[:most]
+
+
+def of_some(values: Sequence[T] | None, indices: Sequence[int]) -> list[T] | None:
+    """What is known of some clients; None where it is not known of any."""
+    return [values[i] for i in indices] if values else None
 
 
 def stretches(count: int, most: int = POINTS) -> list[range]:
@@ -22,11 +38,15 @@ def stretches(count: int, most: int = POINTS) -> list[range]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers of a few digits; NaN and infinity are nothing."""
+    """The same with numbers of a few digits, however deep they lie; NaN and infinity become None."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        return _rounded_number(value)
     if isinstance(value, dict):
         return {str(key): rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [rounded(inner) for inner in value]
     return value
+
+
+def _rounded_number(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -13,25 +13,35 @@ from fedmix.schema import WORDS
 
 
 def glance(members: Sequence[Group]) -> dict[str, Any]:
+    """What stands above everything else, in words."""
     runs = [run for group in members for run in group.runs]
-    wrong = [
+    # each note once, in the order of the runs
+    notes = list(dict.fromkeys(note for run in runs for note in run.notes))
+    return {"verdict": _verdict(members), "spent": _spent(runs), "wrong": _wrong(members), "notes": notes}
+
+
+def _wrong(members: Sequence[Group]) -> list[dict[str, str]]:
+    """What went wrong, and in which run."""
+    return [
         {"run": f"{group.name}, seed {run.seed}", "what": what}
         for group in members
         for run in group.runs
         for what in run.troubles
     ]
-    notes = list(dict.fromkeys(note for run in runs for note in run.notes))
-    return {"verdict": _verdict(members), "spent": _spent(runs), "wrong": wrong, "notes": notes}
 
 
 def _spent(runs: Sequence[Run]) -> str:
-    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     rounds = sum(len(run.lines) for run in runs)
     sent = size(sum(run.bytes for run in runs))
     trained = duration(sum(run.seconds for run in runs))
-    scales = sorted({str(run.recipe.get("scale", "full")) for run in runs} - {"full"})
-    smaller = "".join(f"; {scaled_down(scale)}" for scale in scales)
-    return f"{count}, {rounds:,} rounds, {sent} sent, {trained} of training{smaller}"
+    return f"{count}, {rounds:,} rounds, {sent} sent, {trained} of training{_smaller(runs)}"
+
+
+def _smaller(runs: Sequence[Run]) -> str:
+    """Which runs are not their recipe at full size."""
+    scales = {str(run.recipe.get("scale", "full")) for run in runs} - {"full"}
+    return "".join(f"; {scaled_down(scale)}" for scale in sorted(scales))
 
 
 def _verdict(members: Sequence[Group]) -> str:
@@ -40,13 +50,15 @@ def _verdict(members: Sequence[Group]) -> str:
         return "No run has ended yet: there is no result on test data."
     if len(ended) == 1:
         return _alone(ended[0])
-    if len({_data(group.runs[0]) for group in ended}) > 1:
+    datasets = {_data(group.runs[0]) for group in ended}
+    if len(datasets) > 1:
         return "These runs are of different data or splits of it: nobody is ahead. The table has each."
     best, second = sorted(ended, key=_fine_tuned, reverse=True)[:2]
     return _of_two(best, second)
 
 
 def _fine_tuned(group: Group) -> float:
+    """Accuracy on test data, the mean over seeds."""
     return over_seeds([run.final("fine_tuned") for run in group.runs])["mean"] or 0.0
 
 
@@ -60,7 +72,7 @@ def _alone(group: Group) -> str:
 
 
 def _of_two(first: Group, second: Group) -> str:
-    """By each kind of accuracy, paired over clients and seeds."""
+    """Who of two is ahead, by each kind of accuracy, paired over clients and seeds."""
     differences = {(part, kind): _paired(first, second, part, kind) for part, kind in JUDGED}
     sentences = [
         _sentence(first.name, second.name, f"{WORDS[kind]} ({part})", difference)
@@ -77,8 +89,12 @@ def _of_two(first: Group, second: Group) -> str:
 
 def _paired(first: Group, second: Group, part: str, kind: str) -> Difference | None:
     others = {run.seed: run for run in second.ended}
-    pairs = [(run, others[run.seed]) for run in first.ended if run.seed in others]
-    return paired_difference([(one.of_clients(part, kind), other.of_clients(part, kind)) for one, other in pairs])
+    pairs = [
+        (run.of_clients(part, kind), others[run.seed].of_clients(part, kind))
+        for run in first.ended
+        if run.seed in others
+    ]
+    return paired_difference(pairs)
 
 
 def _sentence(first: str, second: str, what: str, difference: Difference) -> str:
@@ -91,6 +107,7 @@ def _sentence(first: str, second: str, what: str, difference: Difference) -> str
 
 
 def _seeds(differences: Iterable[Difference | None]) -> str:
+    """What a difference was paired over."""
     seeds = max((difference["seeds"] for difference in differences if difference), default=0)
     if seeds == 1:
         return "paired over clients of one seed, so how much another seed would change is not known"

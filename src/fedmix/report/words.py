@@ -6,28 +6,47 @@ from typing import Any
 
 from fedmix.catalogue import TITLES
 from fedmix.report.statistics import OverSeeds
+from fedmix.schema import StructureEvent
 
 GIB = 2**30
 
 
 def title_of(about: Mapping[str, Any]) -> str:
-    """What a method is called: as its run says, or, of older files, as shipped methods are called."""
+    """What a method is called: as its run says, or, where an older file does not, as the catalogue says."""
     name = str(about.get("algorithm"))
     return str(about.get("title") or TITLES.get(name, name))
 
 
+def event_words(event: StructureEvent) -> str:
+    """What happened to an expert, in a line."""
+    if isinstance(event["into"], list):
+        parts = ", ".join(map(str, event["into"]))
+        clients = event["clients"] if isinstance(event["clients"], list) else [event["clients"]]
+        return f"expert {event['expert']} is split into {parts} with {', '.join(map(str, clients))} clients"
+    if event["what"] == "merged":
+        return f"expert {event['expert']} is merged into {event['into']}, which serves its clients as well"
+    return f"expert {event['expert']} is retired: no client uses it"
+
+
 def printable(value: Any) -> Any:
-    """The same without control characters in any text of it: names come from others, and a terminal obeys them."""
+    """The same without control characters in any text: names come from others, and a terminal obeys such characters."""
     if isinstance(value, str):
         return "".join(_printable(character) for character in value)
     if isinstance(value, Mapping):
         return {printable(key): printable(inner) for key, inner in value.items()}
-    return [printable(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [printable(inner) for inner in value]
+    return value
 
 
 def _printable(character: str) -> str:
     allowed = character in "\n\t" or unicodedata.category(character) != "Cc"
     return character if allowed else "\ufffd"
+
+
+def letter(group: int) -> str:
+    """A true group's name: A, B, C and so on."""
+    return chr(ord("A") + group % 26)
 
 
 def size(count: float) -> str:
@@ -42,11 +61,14 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def percent(value: OverSeeds) -> str:
@@ -54,7 +76,8 @@ def percent(value: OverSeeds) -> str:
     if value["mean"] is None:
         return "-"
     deviation = value["std"]
-    return f"{100 * value['mean']:.1f}" + (f" ± {100 * deviation:.1f}" if deviation is not None else "")
+    mean = f"{100 * value['mean']:.1f}"
+    return mean if deviation is None else f"{mean} ± {100 * deviation:.1f}"
 
 
 def scaled_down(scale: str) -> str:
@@ -63,7 +86,7 @@ def scaled_down(scale: str) -> str:
 
 
 def how_much(result: Mapping[str, Any], looked_at: int) -> list[str]:
-    """What a table of a run says where it is not all of it: a sample of the clients, a smaller recipe."""
+    """What a table says that does not show the whole run: a sample of the clients, or a smaller recipe."""
     lines = []
     if looked_at < result["clients"]:
         lines.append(f"{looked_at:,} of {result['clients']:,} clients, drawn at random")
@@ -73,7 +96,7 @@ def how_much(result: Mapping[str, Any], looked_at: int) -> list[str]:
 
 
 def noise_words(noise: float | None, protection: Mapping[str, Any]) -> str:
-    """What a run's noise guarantees, or why it guarantees nothing. noise: its size; None: older files do not say it."""
+    """What a run's noise guarantees, or why it guarantees nothing. noise: its size; None in older files."""
     if noise == 0:
         return "no noise, so no guarantee"
     amount = "noise" if noise is None else f"noise {noise:g}"

@@ -25,7 +25,6 @@ from fedmix.errors import ClientError, RunError
 from fedmix.running.carried import Carried
 from fedmix.running.files import digest, write_json, write_tensors
 
-
 # What reading a damaged checkpoint raises.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 

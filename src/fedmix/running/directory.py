@@ -1,4 +1,4 @@
-"""A run directory, opened to be written: by one process at a time, and never overwritten without being told to."""
+"""A run directory, opened for writing: one process at a time writes it, and overwrites it only when asked to."""
 
 import fcntl
 import json
@@ -21,18 +21,18 @@ from fedmix.schema import EnvironmentFile, FederationFile, MetricsLine, RunFile,
 from fedmix.settings.reading import dump_recipe, flat_settings, read_recipe
 from fedmix.settings.recipe import Recipe
 
-# what a process that was killed may leave
+# What a process that was killed may leave.
 PARTIAL = {f"{name}.part" for name in schema.FILES}
-# settings that a resumed run may change
+# Settings that a resumed run may change.
 FREE_TO_CHANGE = ("rounds", "name", "description")
 
 
 class InUse(RunError):
-    """A run directory that another process works on."""
+    """A run directory in which another process works."""
 
 
 class RunDirectory:
-    """Opened for one process at a time."""
+    """The directory of a run. One process at a time has it open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,8 +40,10 @@ class RunDirectory:
 
     @staticmethod
     def open(path: Path, recipe: Recipe, resume: bool, overwrite: bool) -> "RunDirectory":
-        """A new directory, or with `resume` one of the same recipe (more rounds are allowed), or with `overwrite` a new
-        one in the place of an old run."""
+        """A new directory, one of the same recipe (resume), or a new one in the place of an old run (overwrite).
+
+        A run that is resumed may have more rounds than before.
+        """
         _refuse_what_is_no_run(path)
         holds_run = (path / schema.RECIPE).exists()
         if holds_run and not (resume or overwrite):
@@ -52,17 +54,23 @@ class RunDirectory:
         run = RunDirectory(path)
         run._take_lock()
         try:
-            if holds_run and resume:
-                run._refuse_other_settings(recipe)
-            elif holds_run:
-                run._clear()
+            if holds_run:
+                run._reuse(recipe, resume)
         except BaseException:
             run.close()
             raise
         return run
 
+    def _reuse(self, recipe: Recipe, resume: bool) -> None:
+        """Go on with the run that is here, or make room for a new one."""
+        if resume:
+            self._refuse_other_settings(recipe)
+        else:
+            self._clear()
+
     def _take_lock(self) -> None:
-        self._lock = open(self.path / schema.LOCK, "w")  # noqa: SIM115 (held while the run goes on)
+        # The file stays open while the run goes on: closing it gives the lock up.
+        self._lock = open(self.path / schema.LOCK, "w")  # noqa: SIM115
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -75,7 +83,7 @@ class RunDirectory:
             raise RunError(
                 f"{self.path} holds files that are not of a run ({', '.join(foreign[:3])}); nothing was removed."
             )
-        # the recipe goes last: it says that this is a run, so a removal that was cut off can be repeated
+        # The recipe goes last: it says that this is a run, so a removal that was cut off can be repeated.
         for name in sorted(os.listdir(self.path), key=schema.RECIPE.__eq__):
             target = self.path / name
             if target.is_dir():
@@ -92,29 +100,31 @@ class RunDirectory:
                 f"a run must be resumed with its own settings. {key} was {before.get(key)!r}, now it is {now.get(key)!r}; "
                 f"leave it as it was, or choose another --out."
             )
+        self._refuse_other_rounds(recipe, before["rounds"])
+
+    def _refuse_other_rounds(self, recipe: Recipe, before: int) -> None:
+        """A run may be made longer, but not shorter than it is already, and not where its rates depend on its length."""
         reached = self._last_checkpoint()
         if recipe.rounds < reached:
             raise RunError(
                 f"the run is at round {reached} already; it cannot end at round {recipe.rounds}. Raise --rounds."
             )
-        if now["rounds"] != before["rounds"] and recipe.training.schedule != "constant":
-            raise RunError(
-                f"rounds was {before['rounds']}, and a rate schedule depends on it. It cannot become {now['rounds']}."
-            )
+        if recipe.rounds != before and recipe.training.schedule != "constant":
+            raise RunError(f"rounds was {before}, and a rate schedule depends on it. It cannot become {recipe.rounds}.")
 
     def _last_checkpoint(self) -> int:
+        """The round of the newest checkpoint; 0: there is none."""
         names = [path.name for path in (self.path / schema.CHECKPOINTS).glob("round-*")]
         return max((int(name.removeprefix("round-")) for name in names), default=0)
 
     # -- what a run is -------------------------------------------------------------------------------------------------
 
     def describe_recipe(self, recipe: Recipe) -> None:
-        """recipe.toml: the effective settings. Written once nothing can be refused any more."""
+        """recipe.toml: the effective settings. It is written once nothing can be refused any more."""
         write_bytes(self.path / schema.RECIPE, dump_recipe(recipe).encode())
 
     def describe_run(self, title: str, algorithm: str, structure: str, code: str) -> None:
-        """run.json. code: a digest of a method of the user's own, which must not change while a run goes on; "" of shipped
-        ones."""
+        """run.json. code: a digest of the user's own method, which must not change while a run goes on; "": a shipped one."""
         if (self.path / schema.CHECKPOINTS).exists() and schema.read_run(self.path).get("code", code) != code:
             raise RunError(f"a run must be resumed with its own method. The file of {algorithm} has changed since.")
         about: RunFile = {
@@ -159,10 +169,10 @@ class RunDirectory:
             )
         write_json(file, described)
 
-    # -- how it goes ---------------------------------------------------------------------------------------------------
+    # -- how the run goes ----------------------------------------------------------------------------------------------
 
     def cut_metrics(self, last: int) -> None:
-        """Keep the lines of rounds up to `last`: what came after belongs to rounds that will be run again."""
+        """Keep the lines of rounds up to `last`: later lines belong to rounds that will be trained again."""
         lines = [line for line in self.metrics() if line["round"] <= last]
         write_bytes(self.path / schema.METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
@@ -170,7 +180,7 @@ class RunDirectory:
         return schema.read_metrics(self.path)
 
     def append_metrics(self, line: MetricsLine) -> MetricsLine:
-        """The line as it is written: floats with six digits, what float32 is good for, in half the bytes."""
+        """Write a line, and give it back as it is written: floats have six digits, which is what float32 is good for."""
         whole = json.dumps(line, allow_nan=False)
         short: MetricsLine = json.loads(whole, parse_float=lambda digits: float(f"{float(digits):.6g}"))
         with open(self.path / schema.METRICS, "a") as file:
@@ -182,7 +192,7 @@ class RunDirectory:
         return schema.read_summary(self.path)
 
     def go_on(self) -> None:
-        """A run that goes on has no summary until it ends again, and what was said of it is not true any more."""
+        """Remove what is not true of a run that goes on: its summary, and what evaluate and audit found out."""
         for name in (schema.SUMMARY, schema.FAILURE, *schema.AFTERWARDS):
             (self.path / name).unlink(missing_ok=True)
 
@@ -205,12 +215,17 @@ def _refuse_what_is_no_run(path: Path) -> None:
 
 
 def _settings_that_decide(recipe: Recipe, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings that must be the same where a run goes on: not those of methods that it does not train."""
-    listed = CATALOGUE.get(recipe.algorithm)
-    other_sections = set(SECTIONS) - {listed.section if listed else ""}
+    """Settings that must be the same where a run goes on: all but those of methods that it does not train."""
+    other_sections = _sections_of_other_methods(recipe)
     of_own_method = [key for key in before if key.startswith("own.")]
     keys = dict.fromkeys([*now, *of_own_method])
     return [key for key in keys if key not in FREE_TO_CHANGE and key.split(".")[0] not in other_sections]
+
+
+def _sections_of_other_methods(recipe: Recipe) -> set[str]:
+    listed = CATALOGUE.get(recipe.algorithm)
+    section = listed.section if listed else ""
+    return set(SECTIONS) - {section}
 
 
 def describe_federation(federation: Federation) -> FederationFile:
@@ -244,7 +259,7 @@ def run_recipe(path: Path) -> Recipe:
 
 
 def commit(file: Path) -> str | None:
-    """The git commit that this file of ours came from, `-dirty` where the checkout was edited; None if it is in no checkout."""
+    """The git commit that a file of fedmix came from, with `-dirty` if the checkout was edited; None: it is in no checkout."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -253,7 +268,8 @@ def commit(file: Path) -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", file.name)  # a .venv inside somebody's repository is not of that repository
+        # A .venv inside somebody's repository does not belong to that repository.
+        git("ls-files", "--error-unmatch", file.name)
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""How good the models are: for clients that took part, and without client identity."""
+"""How good the models are: for clients that took part, and for somebody whose client identity is not known."""
 
 import math
 from collections import Counter
@@ -30,7 +30,8 @@ class Scores:
     """Each client's score on its own points (core.score); clients without points are left out."""
 
     of: Mapping[int, Numbers]
-    unanswered: Mapping[int, str] = field(default_factory=dict)  # clients that could not be asked, and why
+    # Clients that could not be asked, and why.
+    unanswered: Mapping[int, str] = field(default_factory=dict)
 
     def values(self, measure: str = "accuracy") -> list[float]:
         return [numbers[measure] for numbers in self.of.values()]
@@ -44,17 +45,19 @@ class Scores:
         return {"mean": float(np.mean(values)), "std": float(np.std(values)), "worst_decile": worst}
 
     def mean_over_points(self, measure: str) -> float | None:
-        """Over all points alike, whoever they belong to; None where clients do not tell it."""
-        told = [numbers for numbers in self.of.values() if measure in numbers]
-        points = sum(numbers["points"] for numbers in told)
-        return sum(numbers["points"] * numbers[measure] for numbers in told) / points if points else None
+        """The mean over all points alike, whoever they belong to; None where clients do not tell this measure."""
+        scores = [numbers for numbers in self.of.values() if measure in numbers]
+        points = sum(numbers["points"] for numbers in scores)
+        if not points:
+            return None
+        return sum(numbers["points"] * numbers[measure] for numbers in scores) / points
 
     def summaries(self) -> dict[str, OverClients]:
         return {measure: self.summary(measure) for measure in MEASURES}
 
 
 def worst_decile(values: Sequence[float], lower_is_better: bool = False) -> float:
-    """Mean over the worst ceil(S/10) clients."""
+    """The mean over the worst ceil(S/10) clients."""
     worst = sorted(values, reverse=lower_is_better)[: math.ceil(len(values) / 10)]
     return sum(worst) / len(worst)
 
@@ -72,30 +75,37 @@ def client_scores(
     t: int,
     finetune: int = 0,
 ) -> Scores:
-    """Clients on their own `part`: the server's weights with their private parts, fine-tuned for some epochs or not."""
+    """The scores of clients on their own `part`: the server's weights with their private parts, fine-tuned or not.
+
+    finetune: how many epochs the weights are fine-tuned for on the client.
+    """
     tasks = [Task("evaluate", t, s, algorithm.broadcast(state, s), part=part, finetune=finetune) for s in clients]
     answers = dict(zip(clients, engine.run(tasks), strict=True))
-    found = scores_of({s: answer.numbers for s, answer in answers.items() if isinstance(answer, Message)})
-    return replace(found, unanswered={s: a.reason for s, a in answers.items() if isinstance(a, Absent)})
+    scores = scores_of({s: answer.numbers for s, answer in answers.items() if isinstance(answer, Message)})
+    unanswered = {s: answer.reason for s, answer in answers.items() if isinstance(answer, Absent)}
+    return replace(scores, unanswered=unanswered)
 
 
 def fine_tuned_scores(experiment: Experiment, engine: Engine, state: State, t: int) -> Scores:
-    """All clients on their test data, after the server's weights were fine-tuned on each of them."""
+    """The scores of all clients on their test data, after the server's weights were fine-tuned on each of them."""
     everyone, epochs = range(len(experiment.federation)), experiment.recipe.evaluation.finetune_epochs
     return client_scores(experiment.algorithm, engine, state, everyone, "test", t, finetune=epochs)
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """The clients that ever took part, as the server knows them where they share their private states: p(s) = N_s/N."""
+    """The clients that ever took part, as the server knows them where they share their private states.
+
+    log_p_s: log p(s) = log N_s/N, [S].
+    """
 
     privates: Sequence[Private]
-    log_p_s: Tensor  # [S]
+    log_p_s: Tensor
     clients: Sequence[int]
 
     @property
     def nbytes(self) -> int:
-        """What they handed over."""
+        """The size of what they handed over."""
         return sum(nbytes(private) for private in self.privates)
 
 
@@ -104,7 +114,7 @@ NOT_SHARED = "it needs the clients' private state, which evaluation.share_privat
 
 
 def label_shares(counts: Sequence[Sequence[int]]) -> Tensor:
-    """p(y) of everybody's labels together, from each client's counts of them [S, classes] -> [classes].
+    """p(y) over everybody's labels together, from each client's counts of them [S, classes] -> [classes].
 
     One more point is spread evenly: a label that nobody has is rare, not impossible.
     """
@@ -123,36 +133,49 @@ def for_anyone(
 
 
 def crowd(algorithm: Algorithm, store: Store, federation: Federation, share_private: bool) -> Crowd | None:
-    """None: what it needs may not leave the clients."""
+    """The clients that ever took part; None: their private states are needed and may not leave them."""
     if algorithm.uses_private and not share_private:
         return None
     took_part = store.clients()
     sizes = torch.tensor([float(federation.size(s)) for s in took_part], dtype=torch.float64)
-    privates = store.many(took_part) if algorithm.uses_private else [{} for _ in took_part]
-    return Crowd([algorithm.hand_over(private) for private in privates], torch.log(sizes / sizes.sum()), took_part)
+    log_p_s = torch.log(sizes / sizes.sum())
+    return Crowd(_handed_over(algorithm, store, took_part), log_p_s, took_part)
+
+
+def _handed_over(algorithm: Algorithm, store: Store, clients: Sequence[int]) -> list[Private]:
+    """What each client hands over for predictions without identity."""
+    if not algorithm.uses_private:
+        return [algorithm.hand_over({}) for _ in clients]
+    return [algorithm.hand_over(private) for private in store.many(clients)]
 
 
 def on_union(
     federation: Federation, clients: Sequence[int], part: str, predict: Callable[[Tensor], Tensor]
 ) -> tuple[Numbers, Scores]:
-    """Clients' `part`, all points alike whoever they belong to: the score of the union, and client by client."""
-    own = [federation.parts[part][s] for s in clients]
-    index = torch.from_numpy(np.concatenate(own)) if own else torch.zeros(0, dtype=torch.int64)
+    """Predictions for the clients' `part`, whoever a point belongs to: the score of the union, and that of each client."""
+    points = [federation.parts[part][s] for s in clients]
+    index = torch.from_numpy(np.concatenate(points)) if points else torch.zeros(0, dtype=torch.int64)
     if not len(index):
         return {"points": 0.0}, Scores({})
     with torch.no_grad():
         log_p = torch.cat([predict(federation.inputs(some)) for some in torch.split(index, CHUNK)])
     y = federation.y[index]
-    sizes = [len(points) for points in own]
-    each = zip(clients, torch.split(log_p, sizes), torch.split(y, sizes), strict=True)
-    return score(log_p, y), scores_of({s: score(log_p_s, y_s) for s, log_p_s, y_s in each})
+    sizes = [len(of_client) for of_client in points]
+    return score(log_p, y), _scores_apart(clients, torch.split(log_p, sizes), torch.split(y, sizes))
+
+
+def _scores_apart(clients: Sequence[int], log_p: Sequence[Tensor], y: Sequence[Tensor]) -> Scores:
+    """The scores of clients from the predictions and the labels of each."""
+    of_clients = zip(clients, log_p, y, strict=True)
+    return scores_of({s: score(log_p_s, y_s) for s, log_p_s, y_s in of_clients})
 
 
 @dataclass(frozen=True)
 class NoIdentity:
-    """All clients' points together, whoever they belong to. why: why there is no number, or "".
+    """The score of all clients' points together, whoever they belong to.
 
-    bytes: private state that clients handed over for it. of_clients: the same predictions, client by client.
+    why: why there is no number, or "". bytes: the size of the private states that clients handed over for it. of_clients:
+    the scores of the same predictions, client by client.
     """
 
     numbers: Numbers | None
@@ -166,7 +189,7 @@ class NoIdentity:
 
 
 def no_identity_score(experiment: Experiment, store: Store, state: State, part: str) -> NoIdentity:
-    """The union of all clients' `part` without client identity; p(s) = N_s/N over clients that ever took part."""
+    """The score of all clients' `part` together without client identity; p(s) = N_s/N over clients that ever took part."""
     algorithm, federation = experiment.algorithm, experiment.federation
     if not algorithm.predicts_anonymously:
         return NoIdentity(None, NO_ANONYMOUS)
@@ -192,17 +215,22 @@ def no_identity_score(experiment: Experiment, store: Store, state: State, part: 
 
 def clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int]) -> Clusters:
     """How well the experts that clients use most tell their true groups apart."""
-    found = [max(range(len(row)), key=row.__getitem__) for row in q_zs]
-    return {"adjusted_rand_index": adjusted_rand_index(groups, found), "groups": list(groups), "found": found}
+    most_used = [max(range(len(row)), key=row.__getitem__) for row in q_zs]
+    return {"adjusted_rand_index": adjusted_rand_index(groups, most_used), "groups": list(groups), "found": most_used}
 
 
 def adjusted_rand_index(a: Sequence[int], b: Sequence[int]) -> float:
-    """Agreement of two partitions, 1.0 if they are the same, about 0 by chance (Hubert and Arabie, 1985)."""
+    """The agreement of two partitions: 1.0 if they are the same, about 0 by chance (Hubert and Arabie, 1985)."""
 
     def pairs(sizes: Sequence[int]) -> int:
         return sum(math.comb(n, 2) for n in sizes)
 
     both = pairs(list(Counter(zip(a, b, strict=True)).values()))
-    in_a, in_b, total = pairs(list(Counter(a).values())), pairs(list(Counter(b).values())), math.comb(len(a), 2)
-    expected, largest = (in_a * in_b / total if total else 0.0), (in_a + in_b) / 2
-    return 1.0 if largest == expected else (both - expected) / (largest - expected)
+    in_a = pairs(list(Counter(a).values()))
+    in_b = pairs(list(Counter(b).values()))
+    total = math.comb(len(a), 2)
+    expected = in_a * in_b / total if total else 0.0
+    largest = (in_a + in_b) / 2
+    if largest == expected:
+        return 1.0
+    return (both - expected) / (largest - expected)

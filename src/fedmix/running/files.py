@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are whole, or are not there at all."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write beside, make it durable, then rename: a reader sees the old file or the new one."""
+    """Write to a file beside it, make that durable, then rename it: a reader sees the old file or the new one."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
         file.write(data)
@@ -25,7 +25,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Named tensors as safetensors; the digest of the file, to know it again."""
+    """Write named tensors as safetensors, and give back the digest of the file, to know it again."""
     data = save({name: value.contiguous() for name, value in tensors.items()})
     write_bytes(path, data)
     return digest(data)

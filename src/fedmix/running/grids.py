@@ -1,4 +1,4 @@
-"""Several runs: methods and seeds beside each other, or a grid of settings."""
+"""Several runs: methods compared over seeds, or a grid of settings."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Trained:
-    """runs: those that ended. failed: what went wrong with the others, in words."""
+    """The runs of a grid. runs: those that ended. failed: what went wrong with the others, in words."""
 
     runs: list[tuple[Point, Summary]]
     failed: list[str]
@@ -35,18 +35,18 @@ class Trained:
 def comparison_points(
     recipe: str, methods: Sequence[str], seeds: Sequence[int], changes: Mapping[str, Any], scale: str | None
 ) -> list[Point]:
-    """Every method with every seed. Without seeds, the recipe's own."""
+    """Every method with every seed; without seeds, with the seed of the recipe."""
     first = read_recipe(recipe, methods[0], changes_for(methods[0], changes), scale)
     points = []
     for method in methods:
         for seed in seeds or [first.seed]:
-            made = read_recipe(recipe, method, {**changes_for(method, changes), "seed": seed}, scale)
-            points.append(Point({"algorithm": method}, made, folder_of_run(made)))
+            changed = read_recipe(recipe, method, {**changes_for(method, changes), "seed": seed}, scale)
+            points.append(Point({"algorithm": method}, changed, folder_of_run(changed)))
     return points
 
 
 def changes_for(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a method of one's own ([own]) are none of a shipped method's."""
+    """The changes that a method takes: a shipped one has no use for the settings of the user's own ([own])."""
     if method not in CATALOGUE:
         return dict(changes)
     return {key: value for key, value in changes.items() if not key.startswith("own.")}
@@ -63,42 +63,53 @@ def sweep_points(
     """Every combination of the grid's values with every seed. grid: {"fedmix.eta": [0, 0.5]}; one of its keys may be seed."""
     changes = changes or {}
     values, seeds = _without_seeds(grid, seeds)
-    varied = [key for key, options in values.items() if len(options) > 1]
-    if not varied:
-        raise SettingError(
-            "--set must give a setting several values, as in --set fedmix.eta=0,0.25,0.5. None has them."
-        )
+    varied = _varied(values)
     if "rounds" in values and "rounds" in changes:
         raise SettingError("rounds must be given once: by --rounds, or by --set rounds=...")
     points = []
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
+        varying = {key: settings[key] for key in varied}
         for seed in _seeds_of(settings, seeds):
-            made = read_recipe(recipe, algorithm, {**settings, **changes, **seed}, scale)
-            varying = {key: settings[key] for key in varied}
-            points.append(Point(varying, made, _folder(varying, made.seed)))
+            changed = read_recipe(recipe, algorithm, {**settings, **changes, **seed}, scale)
+            points.append(Point(varying, changed, _folder(varying, changed.seed)))
     return points
+
+
+def _varied(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The settings that have several values; one at least must have them."""
+    varied = [key for key, options in values.items() if len(options) > 1]
+    if not varied:
+        raise SettingError(
+            "--set must give a setting several values, as in --set fedmix.eta=0,0.25,0.5. None has them."
+        )
+    return varied
 
 
 def _without_seeds(
     grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]
 ) -> tuple[dict[str, Sequence[Any]], Sequence[int]]:
-    """A grid that has other settings too has its seeds apart: they are averaged over, not compared."""
+    """A grid without its seeds, and the seeds: they are averaged over, not compared.
+
+    They are only compared where nothing but the seed varies.
+    """
     if "seed" in grid and seeds:
         raise SettingError("seeds must be given once: by --seeds, or by --set seed=...")
-    if "seed" not in grid or len(grid) == 1:
-        return dict(grid), seeds
-    return {key: values for key, values in grid.items() if key != "seed"}, grid["seed"]
+    values = dict(grid)
+    if len(values) > 1:
+        seeds = values.pop("seed", seeds)
+    return values, seeds
 
 
 def _seeds_of(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[dict[str, int]]:
-    """What each run of a point changes to have its seed; nothing, where the recipe or the point has one."""
+    """What each run of a point changes to have its seed: nothing, where the recipe or the point has a seed."""
     if "seed" in settings or not seeds:
         return [{}]
     return [{"seed": seed} for seed in seeds]
 
 
 def _folder(varying: Mapping[str, Any], seed: int) -> str:
+    """What the folder of a run is called, as in eta=0.5-seed0."""
     words = ",".join(f"{key.split('.')[-1]}={value}" for key, value in varying.items())
     return f"{words}-seed{seed}".replace("/", "_").replace(" ", "")
 
@@ -106,9 +117,9 @@ def _folder(varying: Mapping[str, Any], seed: int) -> str:
 def train_points(
     points: Sequence[Point], out: Path, train: Train, about_to: Callable[[Point, int], None] = lambda point, i: None
 ) -> Trained:
-    """Train one after the other. about_to: told of each point and its place before it begins.
+    """Train one point after the other. about_to: called with each point and its place before it is trained.
 
-    A client's error belongs to one point alone, as with a rate that is too large: the others are trained all the same.
+    A client's error belongs to one point alone, as when its rate is too large: the others are trained all the same.
     """
     trained = Trained([], [])
     for place, point in enumerate(points):

@@ -23,14 +23,20 @@ from fedmix.schema import LOGGED, MetricsLine, Summary, read_metrics, read_summa
 from fedmix.settings.reading import dump_recipe, flat_settings, recipe_table
 from fedmix.settings.recipe import Recipe
 
-COUNTED = ("refused", "absent", "warnings")  # how many, not who
-LEFT_OUT = ("round", "clients", "q_zc", "q_zs")  # who took part, and tables: they are in metrics.jsonl
-BATCH = 1000  # numbers in a request to MLflow
+# Lists of which a tool gets the length.
+COUNTED = ("refused", "absent", "warnings")
+# What a tool does not get: who took part, and tables. They are in metrics.jsonl.
+LEFT_OUT = ("round", "clients", "q_zc", "q_zs")
+# How many numbers are in a request to MLflow.
+BATCH = 1000
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 
 
 class Tool(Protocol):
-    """id: of the run at this tool, in this session and later ones. where: what to type to look at it."""
+    """A tool that takes numbers.
+
+    id: what the tool calls the run, in this session and in later ones. where: what to type to look at the run.
+    """
 
     id: str
     where: str
@@ -44,13 +50,14 @@ class TensorBoard:
     def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
         from tensorboardX import SummaryWriter
 
-        self.id, self.where = id or path.name, f"tensorboard --logdir {path / 'tensorboard'}  (pip install tensorboard)"
-        own = f".{uuid.uuid4().hex[:8]}"  # a session of the same second must not write over the one before
-        self._writer = SummaryWriter(str(path / "tensorboard"), filename_suffix=own)
+        self.id = id or path.name
+        self.where = f"tensorboard --logdir {path / 'tensorboard'}  (pip install tensorboard)"
+        # Two sessions in the same second must not write the same file.
+        suffix = f".{uuid.uuid4().hex[:8]}"
+        self._writer = SummaryWriter(str(path / "tensorboard"), filename_suffix=suffix)
         if id is None:
-            settings = "".join(
-                f"    {line}\n" for line in dump_recipe(recipe).splitlines()
-            )  # Markdown for: as it stands
+            # TensorBoard reads Markdown, in which text that is indented stays as it is.
+            settings = "".join(f"    {line}\n" for line in dump_recipe(recipe).splitlines())
             self._writer.add_text("recipe", settings, 0)
 
     def put(self, rows: Rows) -> None:
@@ -64,11 +71,13 @@ class TensorBoard:
 
 
 class Mlflow:
-    """At MLFLOW_TRACKING_URI, or in a file beside the run, which the runs of a folder share."""
+    """The run at MLFLOW_TRACKING_URI, or in a file beside the run, which the runs of a folder share."""
 
     def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no network that nobody asked for
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # seconds, not minutes: training waits for it
+        # Nobody asked for telemetry.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        # Training waits for a request that fails: for seconds, not for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):
@@ -78,15 +87,19 @@ class Mlflow:
         self.where = local if uri.startswith("sqlite:") else f"MLflow: {uri}"
         self._client = MlflowClient(tracking_uri=uri)
         if id is None:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe.name
-            found = self._client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else self._client.create_experiment(name)
-            id = self._client.create_run(experiment, run_name=path.name).info.run_id
-            for key, value in flat_settings(recipe).items():
-                self._client.log_param(id, key, str(value)[:500])
+            self.id = self._new_run(path.name, recipe)
         else:
+            self.id = id
             self._client.update_run(id, "RUNNING")
-        self.id = id
+
+    def _new_run(self, name: str, recipe: Recipe) -> str:
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe.name
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = existing.experiment_id if existing else self._client.create_experiment(experiment)
+        id: str = self._client.create_run(experiment_id, run_name=name).info.run_id
+        for key, value in flat_settings(recipe).items():
+            self._client.log_param(id, key, str(value)[:500])
+        return id
 
     def put(self, rows: Rows) -> None:
         from mlflow.entities import Metric
@@ -101,10 +114,11 @@ class Mlflow:
 
 
 class WeightsAndBiases:
-    """Offline, unless WANDB_MODE says otherwise: what it has can be sent later."""
+    """The run on this machine, unless WANDB_MODE says otherwise: what is kept here can be sent later."""
 
     def __init__(self, path: Path, recipe: Recipe, id: str | None) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no network that nobody asked for
+        # Nobody asked for error reports.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "offline")
@@ -139,15 +153,21 @@ TOOLS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Tool]]] = {
 
 
 def check_tools(given: str | Iterable[str] | None) -> list[str]:
-    """The names, with commas or one by one, each once, if they are known and installed."""
+    """The names of tools, each once, if they are known and installed. given: text with commas, or several names."""
     names = given.split(",") if isinstance(given, str) else given or ()
-    found = list(dict.fromkeys(name.strip() for name in names if name.strip()))
-    for name in found:
-        if name not in TOOLS:
-            raise SettingError(one_of("log", name, TOOLS))
-        if find_spec(TOOLS[name][0]) is None:
-            raise SettingError(f"log {name} needs its client; install it with: pip install 'fedmix[{name}]'.")
-    return found
+    stripped = [name.strip() for name in names if name.strip()]
+    different = list(dict.fromkeys(stripped))
+    for name in different:
+        _refuse_unusable(name)
+    return different
+
+
+def _refuse_unusable(name: str) -> None:
+    if name not in TOOLS:
+        raise SettingError(one_of("log", name, TOOLS))
+    package, _ = TOOLS[name]
+    if find_spec(package) is None:
+        raise SettingError(f"log {name} needs its client; install it with: pip install 'fedmix[{name}]'.")
 
 
 @contextmanager
@@ -161,24 +181,27 @@ def logging_to(
 ) -> Iterator[Callable[[Progress], None]]:
     """A function to call after each round, which calls `watch` too; a run that ended is sent to its end.
 
-    complain: is told what went wrong with a tool. hint: what to type to look at what a tool has got.
+    complain: is called with what went wrong with a tool. hint: is called with what to type to look at a tool's numbers.
     """
     logs = _Logs(names, path, recipe, complain, hint)
 
-    def told(step: Progress) -> None:
+    def after_round(step: Progress) -> None:
         if watch:
             watch(step)
         logs.take(step)
 
     try:
-        yield told
+        yield after_round
         logs.end()
     finally:
         logs.close()
 
 
 class _Logs:
-    """Tools are started after the first round, when worker processes have been forked: they have threads."""
+    """The tools of a run. They have threads, so they are started after the first round, when workers have been forked.
+
+    logged.json is what it remembers: by tool, the run's id there, the last round that was sent, and whether the end was.
+    """
 
     def __init__(
         self,
@@ -194,14 +217,19 @@ class _Logs:
         self._state: dict[str, Any] = {}
         self._ended = False
 
+    def _running(self) -> list[tuple[str, Tool]]:
+        """The tools that have been started and have not failed, in a list of their own: a tool may fail meanwhile."""
+        return list((self._tools or {}).items())
+
     def take(self, step: Progress) -> None:
+        """Send the numbers of a round."""
         if self._tools is None and self._names:
             self._start(step.done)
         else:
             self._put([step.metrics])
 
     def end(self) -> None:
-        """Of a run that has its summary."""
+        """Send the numbers of the summary, if the run has one."""
         summary = read_summary(self._path)
         if not self._names or summary is None:
             return
@@ -209,7 +237,7 @@ class _Logs:
         if self._tools is None:
             self._start(last)
         test = numbers_of(_results(summary))
-        for name, tool in list((self._tools or {}).items()):
+        for name, tool in self._running():
             if self._state[name].get("ended") != last:
                 with self._left_behind_if_it_fails(name):
                     tool.put([(last, test)])
@@ -217,13 +245,13 @@ class _Logs:
         self._ended = True
 
     def close(self) -> None:
-        for name, tool in list((self._tools or {}).items()):
+        for name, tool in self._running():
             with self._left_behind_if_it_fails(name):
                 tool.close(self._ended)
                 self._hint(tool.where)
 
     def _start(self, last: int) -> None:
-        """Every tool, with the rounds up to `last` that it has not had yet."""
+        """Start every tool, and send it the rounds up to `last` that it has not got yet."""
         self._tools = {}
         file = self._path / LOGGED
         if file.exists():
@@ -236,9 +264,9 @@ class _Logs:
         self._put([line for line in read_metrics(self._path) if line["round"] <= last])
 
     def _put(self, lines: Sequence[MetricsLine]) -> None:
-        for name, tool in list((self._tools or {}).items()):
-            told = self._state[name].get("round", 0)
-            rows = [(line["round"], numbers_of(line)) for line in lines if line["round"] > told]
+        for name, tool in self._running():
+            last_sent = self._state[name].get("round", 0)
+            rows = [(line["round"], numbers_of(line)) for line in lines if line["round"] > last_sent]
             if rows:
                 with self._left_behind_if_it_fails(name):
                     tool.put(rows)
@@ -253,7 +281,8 @@ class _Logs:
         """A tool that raises, whatever its client raises, gets nothing more in this session."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the tool's own libraries
+                # They are warnings of the tool's own libraries.
+                warnings.simplefilter("ignore")
                 yield
         except Exception as error:
             (self._tools or {}).pop(name, None)
@@ -290,6 +319,6 @@ def _numbers_in(name: str, value: Any) -> dict[str, float]:
 
 
 def _results(summary: Summary) -> dict[str, Any]:
-    """What came out at the end, under names of its own: summary/accuracy/test/fine_tuned/mean."""
+    """What came out at the end, under names that no round has: summary/accuracy/test/fine_tuned/mean."""
     wanted = ("accuracy", "scores", "clusters", "bytes_down", "bytes_up")
     return {"summary": {key: value for key, value in summary.items() if key in wanted}}

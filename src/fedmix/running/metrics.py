@@ -1,4 +1,4 @@
-"""A round's line of metrics.jsonl."""
+"""The line of metrics.jsonl for a round."""
 
 import time
 from typing import Any, cast
@@ -6,13 +6,16 @@ from typing import Any, cast
 from fedmix.engines.client import BOUND
 from fedmix.running import evaluate
 from fedmix.running.carried import Carried
+from fedmix.running.evaluate import Scores
 from fedmix.running.loop import Engine, Round
-from fedmix.schema import Accuracy, MetricsLine
+from fedmix.schema import Accuracy, Kind, MetricsLine
 from fedmix.settings.build import Experiment
 
 
 def line_of(step: Round) -> MetricsLine:
-    """What is known of a round before anybody is evaluated."""
+    """What is known about a round before anybody is evaluated."""
+    refused = [{"client": r.client, "field": r.field, "reason": r.reason} for r in step.refused]
+    absent = [{"client": client, "reason": reason} for client, reason in step.absent.items()]
     line: dict[str, Any] = {
         "round": step.t,
         "loss": step.loss,
@@ -22,8 +25,8 @@ def line_of(step: Round) -> MetricsLine:
         "divergence": step.diagnosis.divergence,
         "clients": [reply.client for reply in step.replies],
         **step.diagnosis.detail,
-        "refused": [{"client": r.client, "field": r.field, "reason": r.reason} for r in step.refused],
-        "absent": [{"client": client, "reason": reason} for client, reason in step.absent.items()],
+        "refused": refused,
+        "absent": absent,
     }
     return cast(MetricsLine, line)
 
@@ -37,9 +40,8 @@ def evaluated(
     as_sent = carried.scores_as_sent()
     server = evaluate.client_scores(algorithm, engine, step.state, everyone, "validation", step.t)
     union = evaluate.no_identity_score(experiment, engine.store, step.state, "validation")
-    carried.note_evaluation(
-        step.t, {"as_sent": as_sent, "server": server, "no_identity": union.of_clients}, union.accuracy
-    )
+    scores: dict[Kind, Scores] = {"as_sent": as_sent, "server": server, "no_identity": union.of_clients}
+    carried.note_evaluation(step.t, scores, union.accuracy)
     accuracy: Accuracy = {
         "validation": {"as_sent": as_sent.summary(), "server": server.summary(), "no_identity": union.accuracy}
     }
@@ -50,7 +52,7 @@ def evaluated(
     line: dict[str, Any] = {"accuracy": accuracy}
     bound = server.mean_over_points(BOUND)
     if bound is not None:
-        # of validation points, with the server's weights
+        # The bound on validation points, with the server's weights.
         line["bound"] = bound
     return {
         **line,

@@ -1,12 +1,12 @@
 """What a recipe will cost, before anything runs: parameters, bytes, FLOP, memory, time.
 
-Nothing here is a formula of its own: one client's update on made-up data of the right shape is really run, and what it
-sends, computes and holds is counted.
+No formula is repeated here: one client's update is really run, on made-up data of the right shape, and what it sends,
+computes and holds is counted.
 """
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,14 @@ from fedmix.settings.build import Experiment, build
 from fedmix.settings.federate import build_federation
 from fedmix.settings.recipe import Recipe
 
+# A client's step is repeated for this long to see how long it takes.
 MEASURE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class _Trial:
+    """What one mini-batch of one client costs. held_bytes: what is held for the backward pass."""
+
     reply: Message
     private_bytes: int
     flop: int
@@ -46,9 +49,8 @@ def plan_recipe(recipe: Recipe, data_dir: str | None = None, workers: int | None
     except DataMissing as missing:
         federation = build_federation(recipe.data, recipe.seed, only_sizes=True)
         costs = plan(build(recipe, federation), workers)
-        return costs | {
-            "note": f"{costs['note']}; {recipe.data.source} is not here, its published sizes were used: {missing}"
-        }
+        note = f"{costs['note']}; {recipe.data.source} is not here, its published sizes were used: {missing}"
+        return costs | {"note": note}
 
 
 def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
@@ -60,8 +62,10 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     cohort = min(recipe.clients_per_round or len(federation), len(federation))
     points = sum(federation.size(s) for s in range(len(federation))) / len(federation)
     steps = math.ceil(points / recipe.training.batch_size) * recipe.training.epochs
-    down, up = (_split_bytes(tensors, algorithm) for tensors in (message.tensors, trial.reply.tensors))
-    weights, posterior = (down[i] + up[i] for i in (0, 1))
+    weights_down, beside_down = _split_bytes(message.tensors, algorithm)
+    weights_up, beside_up = _split_bytes(trial.reply.tensors, algorithm)
+    weights_per_round = (weights_down + weights_up) * cohort
+    posterior_per_round = (beside_down + beside_up) * cohort
     side_by_side = min(workers or cores(), cohort)
     round_seconds = trial.step_seconds * steps * math.ceil(cohort / side_by_side)
     return {
@@ -75,15 +79,15 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
         "points_per_client": points,
         "steps_per_client": steps,
         "parameters": experiment.model.parameters,
-        "parameters_shared": sum(w.numel() for own in (state.shared, *state.experts) for w in own.values()),
-        "parameters_frozen": sum(w.numel() for w in algorithm.client.frozen.values()),
-        "parameters_private": sum(w.numel() for w in algorithm.new_client(recipe.seed).values()),
+        "parameters_shared": _count(state.shared) + sum(map(_count, state.experts)),
+        "parameters_frozen": _count(algorithm.client.frozen),
+        "parameters_private": _count(algorithm.new_client(recipe.seed)),
         "bytes": {
-            "weights_per_round": weights * cohort,
-            "posterior_per_round": posterior * cohort,
-            "weights": weights * cohort * recipe.rounds,
-            "posterior": posterior * cohort * recipe.rounds,
-            "total": (weights + posterior) * cohort * recipe.rounds,
+            "weights_per_round": weights_per_round,
+            "posterior_per_round": posterior_per_round,
+            "weights": weights_per_round * recipe.rounds,
+            "posterior": posterior_per_round * recipe.rounds,
+            "total": (weights_per_round + posterior_per_round) * recipe.rounds,
         },
         "flop_per_round": trial.flop * steps * cohort,
         "memory": {
@@ -98,8 +102,12 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
     }
 
 
+def _count(parameters: Mapping[str, Tensor]) -> int:
+    return sum(values.numel() for values in parameters.values())
+
+
 def _split_bytes(tensors: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[int, int]:
-    """Bytes of weights, and of what a method sends beside them (for FedMix: phi and q(z|s))."""
+    """The bytes of weights, and those of what a method sends beside them (for FedMix: phi and q(z|s))."""
     beside = algorithm.layout.unpack(tensors).beside
     return nbytes(tensors) - nbytes(beside), nbytes(beside)
 
@@ -118,16 +126,23 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
     held: dict[int, int] = {}
 
     def pack(value: Tensor) -> Tensor:
-        held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        # Several tensors may be views of the same storage, which is held once.
+        storage = value.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
         return value
 
     with one_thread():
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
             reply, after = algorithm.client_update(message, private, data, rng, 1)
-        times: list[float] = []
-        began = time.perf_counter()
-        while not times or time.perf_counter() - began < MEASURE_SECONDS:
-            start = time.perf_counter()
-            algorithm.client_update(message, private, data, rng, 1)
-            times.append(time.perf_counter() - start)
-    return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), sorted(times)[len(times) // 2])
+        seconds = _median_seconds(lambda: algorithm.client_update(message, private, data, rng, 1))
+    return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), seconds)
+
+
+def _median_seconds(step: Callable[[], Any]) -> float:
+    times: list[float] = []
+    began = time.perf_counter()
+    while not times or time.perf_counter() - began < MEASURE_SECONDS:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]

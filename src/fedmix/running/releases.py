@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "releases.jsonl"
-FIRST = ""  # the check before the first line
+# The check before the first line.
+FIRST = ""
 
 
 class Unknown(Exception):
@@ -35,16 +36,24 @@ class Releases:
         line: dict[str, Any] = {"round": t, "clients": list(clients)}
         self.last = line["check"] = _check(self.last, line)
         text = json.dumps(line) + "\n"
-        cut_off = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
+        if self._is_cut_off():
+            text = "\n" + text
         with open(self.path, "a") as file:
-            file.write("\n" + text if cut_off else text)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
 
+    def _is_cut_off(self) -> bool:
+        """Whether a crash cut the last line off."""
+        written = self.path.read_bytes() if self.path.exists() else b""
+        return written != b"" and not written.endswith(b"\n")
+
 
 def cohorts(folder: Path, known: str) -> list[list[int]]:
-    """The clients of every time that a round was trained; raises Unknown where the file is not whole."""
-    before, checks, found = FIRST, {FIRST}, []
+    """For every time that a round was trained, its clients. Unknown is raised if the file is not whole."""
+    before = FIRST
+    checks = {FIRST}
+    asked = []
     for text in _whole_lines(folder / NAME):
         try:
             line = json.loads(text)
@@ -56,14 +65,14 @@ def cohorts(folder: Path, known: str) -> list[list[int]]:
             raise Unknown(f"{NAME} is damaged: a line is not what was written")
         before = claimed
         checks.add(claimed)
-        found.append(clients)
+        asked.append(clients)
     if known not in checks:
         raise Unknown(f"{NAME} is not whole: lines that a checkpoint knew are missing")
-    return found
+    return asked
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """Lines that were written to their end. What a crash cut off was not asked for yet, and does not count."""
+    """Lines that were written to their end. If a crash cut a line off, its clients were not asked yet: it does not count."""
     if not path.exists():
         return []
     text = path.read_bytes().decode("utf-8", errors="replace")
@@ -71,7 +80,8 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _check(before: str, line: dict[str, Any]) -> str:
-    return hashlib.blake2b((before + json.dumps(line, sort_keys=True)).encode(), digest_size=16).hexdigest()
+    text = before + json.dumps(line, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _check_of(text: str) -> str | None:

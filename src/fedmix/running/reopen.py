@@ -20,7 +20,7 @@ from fedmix.settings.recipe import Recipe
 
 @dataclass(frozen=True)
 class Reopened:
-    """federation: what federation.json says of the data."""
+    """A run at its last checkpoint. federation: what federation.json says about the data."""
 
     path: Path
     recipe: Recipe
@@ -36,7 +36,7 @@ class Reopened:
 
 
 def reopen(path: Path, model: Given = None, page: Page | None = None) -> Reopened:
-    """model, page: needed again where they were handed over in Python."""
+    """A run directory at its last checkpoint. model, page: needed again where they were handed over in Python."""
     recipe = run_recipe(path)
     federation = read_federation(path)
     built, algorithm = revive(recipe, federation, model, page)
@@ -54,7 +54,7 @@ def last_checkpoint(path: Path, recipe: Recipe, algorithm: Algorithm) -> Checkpo
 
 
 def refuse_another_model(path: Path, model: Model) -> None:
-    """A run is looked at with the model that it was trained with, layer by layer."""
+    """Refuse a model that differs in any layer from the one that the run was trained with."""
     before = str(read_run(path).get("model", model.structure)).splitlines()
     now = model.structure.splitlines()
     if before != now:

@@ -1,6 +1,6 @@
 """One run from start to end: rounds, evaluations, checkpoints, summary. Stopped and resumed, it gives the same numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from fedmix.settings.build import Experiment, code_of
 
 @dataclass(frozen=True)
 class Progress:
-    """What whoever watches a run is told after each round. sent: bytes, in all rounds up to this one."""
+    """What is known after each round. sent: how many bytes were sent in all rounds up to this one."""
 
     done: int
     total: int
@@ -38,7 +38,7 @@ Watch = Callable[[Progress], None]
 
 
 def sent_in(lines: Sequence[MetricsLine]) -> int:
-    """Bytes down and up in rounds, from their lines of metrics."""
+    """How many bytes were sent in rounds, down and up, from their lines of metrics."""
     return sum(line["bytes_down"] + line["bytes_up"] for line in lines)
 
 
@@ -50,9 +50,9 @@ class Stopped(Exception):
 
 
 def refuse_what_cannot_run(experiment: Experiment, where: Where) -> None:
-    """Before anything on disk is touched."""
+    """Refuse what cannot be trained, before anything on disk is touched."""
     where.refuse(experiment)
-    # a warm start from another model is refused here
+    # A warm start from another model is refused here.
     starting_state(experiment)
     if experiment.recipe.privacy.noise:
         accountant_or_complain()
@@ -110,7 +110,7 @@ class _Training:
         self.state: State = checkpoint.state if checkpoint else starting_state(experiment)
         self.carried = checkpoint.carried if checkpoint else Carried()
         self.releases = self._releases(checkpoint is None)
-        self.watch = watch
+        self.watch: Watch = watch or (lambda progress: None)
         self.evaluations = evaluation_rounds(self.recipe)
         self.carried.keep_only(self.evaluations)
         self.fine_tunings = fine_tuned_rounds(self.recipe, len(experiment.federation))
@@ -122,14 +122,11 @@ class _Training:
         """From the last checkpoint, or from the start; None: the run has ended already."""
         checkpoints = Checkpoints(directory.path / schema.CHECKPOINTS, experiment.recipe.checkpoint.keep)
         checkpoint = checkpoints.load_last(experiment.algorithm.state_from)
-        ended = directory.summary()
-        if checkpoint and ended and checkpoint.round == experiment.recipe.rounds == ended["rounds"]:
+        summary = directory.summary()
+        if checkpoint and _has_ended(checkpoint, summary, experiment.recipe.rounds):
             return None
-        if checkpoint and states_elsewhere != (checkpoint.carried.engine is not None):
-            words = "without --engine flower" if states_elsewhere else "with --engine flower"
-            raise RunError(
-                f"{directory.path} must go on {words}: its clients' private states are where it was trained."
-            )
+        if checkpoint:
+            _refuse_states_elsewhere(checkpoint, states_elsewhere, directory.path)
         _describe(experiment, directory)
         directory.go_on()
         directory.cut_metrics(checkpoint.round if checkpoint else 0)
@@ -144,17 +141,17 @@ class _Training:
         return Releases(self.directory.path, self.carried.releases or FIRST)
 
     def store(self) -> Store:
-        """Clients' private states as the last checkpoint has them."""
+        """The clients' private states as the last checkpoint has them."""
         on_disk = self.recipe.checkpoint.clients == "disk"
         store: Store = DiskStore(self.directory.path / schema.CLIENTS) if on_disk else MemoryStore()
         for client, private in self.private_states.items():
             store.put(client, private)
-        # what the checkpoint has is not new to the next one
+        # What the checkpoint has is not new to the next one.
         store.take_changed()
         return store
 
     def finish_with(self, with_engine: Callable[[Callable[[Engine, str], Summary]], Summary]) -> Summary:
-        """Train with the engine that `with_engine` hands over; signals wait for the end of a round meanwhile."""
+        """Train with the engine that `with_engine` hands over. Signals that come meanwhile wait for the end of a round."""
         with deferred_signals() as asked_to_stop:
             summary = with_engine(lambda engine, device: self._train(engine, device, asked_to_stop))
         self.directory.finish(summary)
@@ -166,7 +163,22 @@ class _Training:
         engine.remember(self.carried.engine or {})
         self.directory.describe_environment(engine.name, engine.workers, device, recipe.seed)
         sent = sent_in(self.directory.metrics())
-        steps = rounds(
+        for step in self._rounds(engine):
+            line = self._after_round(engine, step)
+            sent += sent_in([line])
+            # This is asked once: a signal between here and the end of the step waits for the next step.
+            stop = asked_to_stop() and step.t < recipe.rounds
+            if stop or self._checkpoint_is_due(engine, step.t):
+                self.checkpoints.save(self.state, engine.store, self.carried)
+            self.watch(Progress(step.t, recipe.rounds, line, sent))
+            if stop:
+                raise Stopped(step.t, self.directory.path)
+        lines = self.directory.metrics()
+        return summarise(self.experiment, engine, self.state, self.carried, lines, self.directory.path)
+
+    def _rounds(self, engine: Engine) -> Iterator[Round]:
+        recipe = self.recipe
+        return rounds(
             self.experiment.algorithm,
             engine,
             self.state,
@@ -177,19 +189,6 @@ class _Training:
             recipe.server,
             self._about_to_ask,
         )
-        for step in steps:
-            line = self._after_round(engine, step)
-            sent += sent_in([line])
-            # asked once: a signal between here and the end of the step waits for the next one
-            stop = asked_to_stop() and step.t < recipe.rounds
-            if stop or self._checkpoint_is_due(engine, step.t):
-                self.checkpoints.save(self.state, engine.store, self.carried)
-            if self.watch:
-                self.watch(Progress(step.t, recipe.rounds, line, sent))
-            if stop:
-                raise Stopped(step.t, self.directory.path)
-        lines = self.directory.metrics()
-        return summarise(self.experiment, engine, self.state, self.carried, lines, self.directory.path)
 
     def _about_to_ask(self, t: int, clients: Sequence[int]) -> None:
         if self.releases:
@@ -208,16 +207,33 @@ class _Training:
             carried.engine = engine.memory()
         line = line_of(step)
         if step.t in self.evaluations:
-            line.update(evaluated(self.experiment, engine, step, carried, step.t in self.fine_tunings))  # type: ignore[typeddict-item]
+            with_fine_tuning = step.t in self.fine_tunings
+            line.update(evaluated(self.experiment, engine, step, carried, with_fine_tuning))  # type: ignore[typeddict-item]
         return self.directory.append_metrics(line)
 
     def _checkpoint_is_due(self, engine: Engine, t: int) -> bool:
-        """Clients that keep their own states have those of two rounds: the server may not fall further behind."""
+        """Whether the state after round t must be saved.
+
+        Clients that keep their states themselves have those of two rounds: the server may not fall further behind.
+        """
         return t == self.recipe.rounds or engine.states_elsewhere or t % self.recipe.checkpoint.every == 0
 
 
+def _has_ended(checkpoint: Checkpoint, summary: Summary | None, rounds: int) -> bool:
+    """Whether nothing is left to train: a run that is to have more rounds than before has not ended."""
+    return summary is not None and checkpoint.round == rounds == summary["rounds"]
+
+
+def _refuse_states_elsewhere(checkpoint: Checkpoint, states_elsewhere: bool, path: Path) -> None:
+    """A run cannot change to an engine that keeps private states in another place."""
+    were_elsewhere = checkpoint.carried.engine is not None
+    if states_elsewhere != were_elsewhere:
+        words = "with --engine flower" if were_elsewhere else "without --engine flower"
+        raise RunError(f"{path} must go on {words}: its clients' private states are where it was trained.")
+
+
 def _describe(experiment: Experiment, directory: RunDirectory) -> None:
-    """What a run is, written before its first round; what does not fit a run that is resumed is refused."""
+    """Write down what a run is, before its first round; refuse what does not fit a run that is resumed."""
     recipe = experiment.recipe
     code = "" if recipe.algorithm in CATALOGUE else code_of(experiment.page)
     directory.describe_federation(experiment.federation)

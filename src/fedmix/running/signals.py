@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def deferred_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether somebody asked to stop. A second Ctrl-C does not wait."""
+    """A function that says whether somebody asked to stop. A second Ctrl-C does not wait."""
     asked = threading.Event()
 
     def ask(number: int, frame: Any) -> None:
@@ -18,7 +18,7 @@ def deferred_signals() -> Iterator[Callable[[], bool]]:
         asked.set()
 
     if threading.current_thread() is not threading.main_thread():
-        # Python takes signals in the main thread alone
+        # Python takes signals in the main thread alone.
         yield asked.is_set
         return
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

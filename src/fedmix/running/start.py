@@ -21,7 +21,10 @@ def starting_state(experiment: Experiment) -> State:
 
 
 def _experts_of_other_run(experiment: Experiment) -> tuple[Params, ...]:
-    """A model or method that was handed over in Python is the same one there."""
+    """The experts of the run that warm_start names.
+
+    Where its model or its method was handed over in Python too, it is the same one as here.
+    """
     path = Path(experiment.recipe.warm_start)
     other = read_recipe(str(path)) if (path / "recipe.toml").is_file() else None
     model = experiment.model.build if other and other.model.name == OWN else None

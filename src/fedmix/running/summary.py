@@ -17,15 +17,11 @@ from fedmix.settings.build import Experiment
 def summarise(
     experiment: Experiment, engine: Engine, state: State, carried: Carried, lines: Sequence[MetricsLine], folder: Path
 ) -> Summary:
-    """folder: the run directory, where it is noted who was asked for noisy answers."""
+    """The summary of a run. folder: the run directory, which has notes of who was asked for noisy answers."""
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
     server = evaluate.client_scores(algorithm, engine, state, range(len(federation)), "test", recipe.rounds)
     union = evaluate.no_identity_score(experiment, engine.store, state, "test")
-    if recipe.rounds not in carried.fine_tuned:
-        # the last round was trained by a version that fine-tuned later
-        tuned = evaluate.fine_tuned_scores(experiment, engine, state, recipe.rounds)
-        carried.note_fine_tuned(recipe.rounds, tuned)
-    tuned_at = [t for t in fine_tuned_rounds(recipe, len(federation)) if t in carried.fine_tuned]
+    tuned_at = _fine_tuned_at(experiment, engine, state, carried)
     fine_tuned = carried.fine_tuned_scores(tuned_at)
     judged = carried.judged(recipe.rounds)
     summary: dict[str, Any] = {
@@ -56,6 +52,16 @@ def summarise(
         "warnings": [*_troubles(lines), *_unanswered(server, len(federation))],
     }
     return cast(Summary, summary | _where_known(experiment, engine, carried, union, summary.get("q_zs"), folder))
+
+
+def _fine_tuned_at(experiment: Experiment, engine: Engine, state: State, carried: Carried) -> list[int]:
+    """The rounds whose fine-tuned scores count; the last round is one of them."""
+    recipe = experiment.recipe
+    if recipe.rounds not in carried.fine_tuned:
+        # The last round was trained by a version of fedmix that fine-tuned later.
+        tuned = evaluate.fine_tuned_scores(experiment, engine, state, recipe.rounds)
+        carried.note_fine_tuned(recipe.rounds, tuned)
+    return [t for t in fine_tuned_rounds(recipe, len(experiment.federation)) if t in carried.fine_tuned]
 
 
 def _accuracy(fine_tuned: Scores, server: Scores, union: NoIdentity, judged: Sequence[Evaluation]) -> Accuracy:
@@ -90,7 +96,7 @@ def _of_clients(
 def _where_known(
     experiment: Experiment, engine: Engine, carried: Carried, union: NoIdentity, q_zs: Any, folder: Path
 ) -> dict[str, Any]:
-    """What only some runs have: a guarantee of their noise, notes, true groups of their clients."""
+    """What only some runs have: what their noise guarantees, notes, the true groups of their clients."""
     recipe, federation = experiment.recipe, experiment.federation
     more: dict[str, Any] = {}
     if recipe.privacy.noise:
@@ -106,12 +112,12 @@ def _where_known(
 
 
 def _clusters(q_zs: Sequence[Sequence[float]], groups: Sequence[int], took_part: Sequence[int]) -> Clusters:
-    """Of clients that took part: nothing is known of the others."""
+    """How well experts tell the groups of clients that took part apart; nothing is known about the others."""
     return evaluate.clusters([q_zs[s] for s in took_part], [groups[s] for s in took_part])
 
 
 def _troubles(lines: Sequence[MetricsLine]) -> list[str]:
-    """What went wrong with experts at any time, each kind as it was said last; and who was left out."""
+    """What went wrong with experts at any time, the last message of each kind; and who was left out."""
     warnings = [warning for line in lines for warning in line.get("warnings", [])]
     last_of_kind = {warning.split(":")[0]: warning for warning in warnings}
     absent = _left_out("absent", [(line["round"], line.get("absent", [])) for line in lines])

@@ -1,4 +1,4 @@
-"""Where a run's clients live: on this machine, one after the other or side by side, or in processes of Flower's.
+"""Where a run's clients live: on this machine, one after the other or side by side, or in Flower's processes.
 
 That decides how long a run takes and nothing else, so it is not part of a recipe.
 """
@@ -23,13 +23,18 @@ from fedmix.settings.reading import dump_recipe
 from fedmix.settings.recipe import OWN
 
 DEVICES = ("cpu", "cuda", "mps")
-CLIENT_APP = "fedmix.apps.client:app"  # what Flower runs where clients are
+# What Flower runs in the processes of clients.
+CLIENT_APP = "fedmix.apps.client:app"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Where:
-    """engine: a name of ENGINES. workers: processes that train clients; None: as many as fit. device: torch's name of it."""
+    """Where clients are trained.
+
+    engine: a name in ENGINES. workers: how many processes train clients; None: as many as fit. device: the name that torch
+    gives to it.
+    """
 
     engine: str = "local"
     workers: int | None = None
@@ -40,11 +45,16 @@ class Where:
             raise SettingError(one_of("--engine", self.engine, ENGINES))
         if self.workers is not None and self.workers < 1:
             raise SettingError(f"--workers must be 1 or more. Got {self.workers} instead.")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        if self.device == "cpu":
+            return
         if self.device not in DEVICES and not self.device.startswith("cuda:"):
             raise SettingError(one_of("--device", self.device, (*DEVICES, "cuda:N")))
-        if self.device != "cpu" and not _reachable(self.device):
+        if not _reachable(self.device):
             raise SettingError(f"--device must be one that this machine has. torch cannot use {self.device!r} here.")
-        if self.device != "cpu" and not self.kind.any_device:
+        if not self.kind.any_device:
             raise SettingError(f"--device must be cpu with --engine {self.engine}. Got {self.device!r} instead.")
 
     @property
@@ -62,29 +72,30 @@ class Where:
             )
 
     def run(self, stage: "Stage", work: Callable[[Engine], T]) -> T:
-        """What `work` makes of the engine, which is there as long as that takes."""
+        """Give the engine to `work`, and give back what that returns. The engine lives as long as that takes."""
         if self.kind.inside is not None:
             return self.kind.inside(self, stage, work)  # type: ignore[no-any-return]
         with self.open(stage) as engine:
             return work(engine)
 
     def after_training(self) -> "Where":
-        """The same; an engine that can only train is refused. evaluate and audit hold the clients' private states here."""
+        """The same, if its engine can do more than train: evaluate and audit hold the clients' private states here."""
         if self.kind.start is None:
             raise SettingError(one_of("--engine", self.engine, [name for name, kind in ENGINES.items() if kind.start]))
         return self
 
     def open(self, stage: "Stage") -> "closing[Engine]":
-        """An engine whose clients are in this process or in its children, to be closed."""
+        """An engine whose clients are in this process or in its children; a `with` block closes it."""
         assert self.kind.start is not None
         return closing(self.kind.start(self, stage))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What an engine needs to begin. store: clients' private states, for engines that hold them in this process.
+    """What an engine needs to begin.
 
-    folder: where clients that are other processes keep theirs. data_dir: where these look for the data first.
+    store: gives the clients' private states, for engines that hold them in this process. folder: where clients that are other
+    processes keep theirs. data_dir: where such clients look for the data first.
     """
 
     experiment: Experiment
@@ -94,18 +105,21 @@ class Stage:
 
 
 class EngineKind(NamedTuple):
-    """What an engine is, asked by property and never by name. `start` or `inside` is there, not both."""
+    """What an engine can do. Code asks for a property and never for a name. Either `start` or `inside` is there.
 
-    # starts an engine whose clients are in this process, or in its children
+    start: starts an engine whose clients are in this process, or in its children.
+    inside: does the work inside of something that starts the server itself.
+    states_elsewhere: clients keep their private states themselves, so the server's checkpoint does not hold them.
+    other_processes: clients are processes that cannot have objects of this one.
+    any_device: clients can be trained on other devices than the CPU.
+    ready: raises a SettingError where a package that the engine needs is missing.
+    """
+
     start: Callable[[Where, Stage], Engine] | None
-    # does the work inside of what starts this process's server itself
     inside: Callable[[Where, Stage, Callable[[Engine], Any]], Any] | None
-    # clients keep their private states themselves, so the server's checkpoint does not hold them
     states_elsewhere: bool
-    # clients are processes that cannot have objects of this one
     other_processes: bool
     any_device: bool
-    # raises a SettingError where a package that it needs is missing
     ready: Callable[[], Any]
 
 
@@ -118,7 +132,7 @@ def _serial(where: Where, stage: Stage) -> Engine:
 def _local(where: Where, stage: Stage) -> Engine:
     experiment = stage.experiment
     device = torch.device(where.device)
-    # processes on one device other than the CPU would wait for each other
+    # Several processes would wait for each other on any device but the CPU.
     default = cores() if where.device == "cpu" else 1
     workers = default if where.workers is None else where.workers
     return LocalEngine(
@@ -181,7 +195,7 @@ ENGINES = {
 
 
 def _reachable(device: str) -> bool:
-    """Without touching the device: a process that has cannot be forked any more."""
+    """Whether torch can use a device. It is not touched: a process that has used one cannot be forked any more."""
     kind, _, number = device.partition(":")
     if kind == "mps":
         return torch.backends.mps.is_available()

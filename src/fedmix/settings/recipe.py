@@ -34,7 +34,7 @@ class DataSettings:
     concentration: float = 1.0  # the concentration of the split's Dirichlet distribution
     fine_concentration: float = 10.0  # pachinko: the concentration of the fine labels inside a coarse one
     shards_per_client: int = 2
-    min_size: int = 5  # a dirichlet split gives each client this many points; owners with fewer do not take part
+    min_size: int = 5  # fewest points of a client in a dirichlet split; owners with fewer do not take part
     shift: str = "none"
     permutations: int = 4
     rotation_concentration: float = 1.0
@@ -42,9 +42,7 @@ class DataSettings:
     validation: float = 0.1  # share of a client's own points; of the training set where the publisher has a test set
     test: float = 0.2  # share of a client's own points; not used where the publisher has a test set
     augment: str = "none"  # "crop-flip": four pixels of padding, a random crop, mirrored or not
-    args: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments of the source: a file, columns, or those of a function
+    args: dict[str, Any] = field(default_factory=dict)  # arguments of the source: a file, columns, ...
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -86,9 +84,7 @@ class ModelSettings:
     name: str = "mlp"
     output: str = "out"  # the name of the output layer; the gate looks at its input
     start: str = ""  # weights of a module that was handed over: "given" keeps them, "random" draws new ones
-    hidden: list[int] = field(
-        default_factory=list
-    )  # widths of layers; empty: the model's defaults (mlp 64, lenet5 512)
+    hidden: list[int] = field(default_factory=list)  # widths; empty: the model's defaults (mlp 64, lenet5 512)
     channels: list[int] = field(default_factory=list)  # empty: the model's defaults (lenet5 32, 64; resnet20 16)
     dropout: list[float] = field(default_factory=list)  # mlp: after each hidden layer; lenet5: after conv2 and fc
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the user's own model
