@@ -66,7 +66,7 @@ def test_a_sweep_is_one_table_one_figure_and_runs_that_can_be_resumed(tmp_path, 
     printed = capsys.readouterr().out
     assert "fedmix.eta" in printed
     assert "±" in printed
-    assert "best local accuracy" in printed
+    assert "best by as sent accuracy on validation data: fedmix.eta = " in printed
     rows = json.loads((out / "sweep.json").read_text())["rows"]
     assert [row["settings"] for row in rows] == [{"fedmix.eta": 0}, {"fedmix.eta": 0.9}]
     assert rows[0]["gib"]["mean"] >= rows[1]["gib"]["mean"]

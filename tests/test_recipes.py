@@ -20,7 +20,7 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, small_fil
         fewer = ["--scale", "small", "--set", "data.share=0.4", "--set", f"data.clients={clients}"]
     done = fedmix(*command, "--set", "training.epochs=1", *fewer)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    rows = json.loads(done.stdout)["rows"]
     assert [row["algorithm"] for row in rows] == methods.split(",")
     assert all(0 <= row["test"]["fine_tuned"]["mean"] <= 1 for row in rows)
     assert rows[-1]["gib"]["mean"] == 0

@@ -13,12 +13,10 @@ class FedmixSettings:
     experts: int | str = 4  # K, or "auto": begin with one, split and merge as clients need them, up to max_experts
     max_experts: int = 8  # with experts = "auto"
     evidence: str = (
-        "batch"  # what phi is drawn from: "batch", as in the paper, or "arriving": experts before they are trained
+        "batch"  # phi is drawn from the mini-batch, as in the paper; "arriving": from experts as they arrive
     )
     evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
-    evidence_temperature: float = (
-        0.15  # of "arriving", in units of the spread of all clients' evidence in the round before
-    )
+    evidence_temperature: float = 0.15  # of "arriving", in units of the spread of clients' evidence in the last round
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
     beta_start: float = 0.0  # beta in round 1; it goes to `beta` in equal steps. 0: no schedule, as in the paper
     beta_rounds: int = 10  # how many rounds that takes

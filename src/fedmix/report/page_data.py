@@ -50,12 +50,12 @@ def short_names(names: Sequence[str], most: int = 44) -> list[str]:
 def _missing(runs: Sequence[Run]) -> list[str]:
     """What these runs could show and do not, and what to type for it."""
     ended = [run for run in runs if run.ended]
-    evaluated = [run for run in ended if run.evaluation]
-    audited = [run for run in ended if run.audit]
+    if not ended:
+        return []
     words = []
-    if ended and not evaluated:
+    if not any(run.evaluation for run in ended):
         words.append("no evaluation of these runs: fedmix evaluate RUN makes it")
-    if ended and not audited:
+    if not any(run.audit for run in ended):
         words.append("no audit of these runs: fedmix audit RUN makes it")
     return words
 

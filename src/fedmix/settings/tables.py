@@ -84,13 +84,13 @@ def _one_of_literals(kind: Any, value: Any, label: str) -> Any:
 
 
 def _of_any_type(kinds: tuple[Any, ...], value: Any, label: str) -> Any:
-    errors = []
     for kind in kinds:
         try:
             return typed(kind, value, label)
-        except SettingError as error:
-            errors.append(error)
-    raise errors[-1]
+        except SettingError:
+            continue
+    names = " or ".join(TYPE_NAMES.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
+    raise SettingError(f"{label} must be {names}. Got {value!r} instead.")
 
 
 def settings_table(settings: Any) -> dict[str, Any]:
