@@ -50,7 +50,7 @@ function median(sorted) {
   const half = sorted.length >> 1;
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
-const last = list => list.findLast(value => !isUnknown(value)) ?? null;
+const last = list => [...list].reverse().find(value => !isUnknown(value)) ?? null;
 function smoothed(values, window) {
   if (window <= 1) return values;
   return values.map((value, i) => {
@@ -128,7 +128,8 @@ function draw(id, traces, shape, text) {
   // a long legend would fill a phone; a tap on a line names it
   if (narrow() && entries > 6) shape = { ...shape, showlegend: false };
   $(id + "-title").textContent = shape.meta.title;
-  // Plotly would offer to upload the chart to its cloud: the page holds numbers of clients, and sends nothing to anybody.
+  // Plotly would offer to upload the chart to its cloud: the page holds numbers of clients, and sends nothing to
+  // anybody.
   const buttons = {
     showSendToCloud: false,
     plotlyServerURL: "",
@@ -418,7 +419,8 @@ function drawUse(use) {
     line: { width: 0.5, color: colour(k) }, fillcolor: faded(colour(k), 0.75),
   }));
   const shares = use.use.map(last);
-  const title = `use of each expert: from ${figures(Math.min(...shares))} to ${figures(Math.max(...shares))} at the end`;
+  const lowest = figures(Math.min(...shares)), highest = figures(Math.max(...shares));
+  const title = `use of each expert: from ${lowest} to ${highest} at the end`;
   const atTheEnd = shares.map((share, k) => `expert ${k} ${figures(share)}`).join(", ");
   draw("use", traces, layout(title, "round", "share", { yaxis: { range: [0, 1], automargin: true } }),
     `Share of each expert over rounds; at the end ${atTheEnd}.`);
@@ -519,7 +521,7 @@ function drawSpread(runs) {
     return `${data.short[g]}: from ${figures(lowest)} to ${figures(highest)}, median ${figures(middle)}`;
   });
   draw("spread", traces,
-    layout(`fine-tuned accuracy on test data, client by client: ${worst}`, "", "%",
+    layout(`fine-tuned accuracy on test data, client by client: ${worst}`, "", "fine-tuned accuracy, test, %",
       { showlegend: false, xaxis: ticks }),
     some(texts) + " per cent.");
 }
@@ -548,8 +550,8 @@ function drawClient({ names, fine_tuned, labels, classes, q }, s) {
     });
   }
   const both = labels && q;
-  const withoutGate = labels ? "its labels" : "its gate (which labels it holds was not recorded)";
-  const title = `client ${short(names[s], 40)}: ${both ? "its labels, its gate" : withoutGate}`;
+  const eitherOne = labels ? "its labels" : "its gate (which labels it holds was not recorded)";
+  const title = `client ${short(names[s], 40)}: ${both ? "its labels, its gate" : eitherOne}`;
   const axes = {
     xaxis: { ...someTicks(classes), domain: [0, both ? 0.55 : 1] },
     xaxis2: { title: { text: "expert" }, dtick: 1, domain: [both ? 0.66 : 0, 1], anchor: "y2" },
@@ -617,7 +619,9 @@ function againstTitle(key, lines) {
   const [best] = tunedPoints(lines).sort((a, b) => b.row[TUNED][0] - a.row[TUNED][0]);
   if (!best) return `accuracy against ${key}`;
   const where = `${key} = ${best.value}${best.name ? `, ${best.name}` : ""}`;
-  return `accuracy against ${key}: fine-tuned is highest at ${where}, ${figures(best.row[TUNED][0])} %`;
+  const highest = `highest at ${where}, ${figures(best.row[TUNED][0])} %`;
+  if (lines.length > 1) return `fine-tuned accuracy, test, against ${key}: ${highest}`;
+  return `accuracy against ${key}: fine-tuned (test) is ${highest}`;
 }
 function againstText(key, lines) {
   const isAlone = lines.length === 1;
@@ -671,20 +675,21 @@ function drawNewClients(runs) {
   });
   const more = { xaxis: { type: "category", automargin: true }, legend: legendBelow(narrow() ? -0.45 : -0.3) };
   draw("labelled", runs.flatMap(newClientTraces),
-    layout(title, "labelled points of a client", "accuracy, %", more),
-    "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled points: " +
-    `${some(texts, 4)}.`);
+    layout(title, "labelled points of a client", "accuracy on test points, %", more),
+    "Accuracy on clients that never took part, after their gate, or everything, was trained on a few labelled " +
+    `points: ${some(texts, 4)}.`);
 }
 function inferenceTable(runs) {
-  const cells = (run, who, what, row) => {
-    return bodyRow([short(run.name, 60), who, short(what, 90), percent(row.accuracy), percent(row.worst), percent(row.ece)]);
+  const line = (run, who, what, row) => {
+    const shares = [row.accuracy, row.worst, row.ece];
+    return bodyRow([short(run.name, 60), who, short(what, 90), ...shares.map(percent)]);
   };
   const rows = runs.flatMap(run => {
     const newcomers = run.new && run.new.held_out ? "new, without labels" : "anybody, without labels";
     const tookPart = run.evaluation || [];
     return [
-      ...tookPart.map(row => cells(run, "that took part", `${row.kind}: ${row.what}`, row)),
-      ...withoutLabels(run).map(row => cells(run, newcomers, row.what, row)),
+      ...tookPart.map(row => line(run, "that took part", `${row.kind}: ${row.what}`, row)),
+      ...withoutLabels(run).map(row => line(run, newcomers, row.what, row)),
     ];
   });
   const head = ["run", "clients", "inference", "accuracy %", "worst decile %", "calibration error %"];
