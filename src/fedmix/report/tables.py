@@ -132,9 +132,7 @@ def q_map(
     names: what the clients are called; without them, their numbers are shown.
     """
     order = clients_by_group(len(q), groups, most)
-    experts = _experts_by_group(q, groups) if groups else list(range(len(q[0])))
-    # slots of experts that there are not are no columns
-    experts = [k for k in experts if any(row[k] > 0 for row in q)]
+    experts = _used_experts(q, groups)
     numbers = [str(s) for s in range(len(q))]
     labels = list(map(_cut, names or numbers))
     width = max(len("client"), *(len(labels[s]) for s in order))
@@ -160,6 +158,12 @@ def _blocks(shares: Sequence[float], experts: Sequence[int]) -> str:
     """A block for each expert, as wide as its column: the darker, the larger its share."""
     levels = [min(int(shares[k] * len(SHADES)), len(SHADES) - 1) for k in experts]
     return "".join(f" {3 * SHADES[level]} " for level in levels)
+
+
+def _used_experts(q: Sequence[Sequence[float]], groups: Sequence[int] | None) -> list[int]:
+    """The experts that have a column: not the empty slots, which no client uses."""
+    experts = _experts_by_group(q, groups) if groups else range(len(q[0]))
+    return [k for k in experts if any(row[k] > 0 for row in q)]
 
 
 def _experts_by_group(q: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:

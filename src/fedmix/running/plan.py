@@ -27,6 +27,8 @@ from fedmix.settings.recipe import Recipe
 
 # A client's step is repeated for this long to see how long it takes.
 MEASURE_SECONDS = 2.0
+NOTE = "without pruning and evaluation; time estimated from a short measurement on this machine"
+GROWING = "; with the experts that there are at first: each further one costs as much again"
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
         "seconds_per_round": round_seconds,
         "seconds": round_seconds * recipe.rounds,
         "workers": side_by_side,
-        "note": "without pruning and evaluation; time estimated from a short measurement on this machine",
+        "note": NOTE + (GROWING if algorithm.method.alive else ""),
     }
 
 
