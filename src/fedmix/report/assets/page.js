@@ -29,6 +29,8 @@ function some(list, most = 6) {
 const theme = () => document.documentElement.dataset.theme === "dark" ? "dark" : "light";
 const narrow = () => window.innerWidth < 600;
 const colour = i => COLOURS[theme()][i % 8];
+// Plotly makes a selector of a uid, so it may not hold the slashes of a path.
+const uidOf = run => `run-${data.runs.indexOf(run)}`;
 const dash = i => DASHES[Math.floor(i / 8) % DASHES.length];
 function faded(hex, alpha) {
   const channels = [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16));
@@ -447,7 +449,7 @@ const windowPoints = step => Math.max(1, Math.round(chosen.window / step));
 function layerTraces(layer) {
   const runs = data.runs.filter(run => run.layers && run.layers.layers[layer]);
   return runs.map(run => ({
-    x: run.layers.round, y: smoothed(run.layers.layers[layer], windowPoints(run.layers.step)), uid: run.path,
+    x: run.layers.round, y: smoothed(run.layers.layers[layer], windowPoints(run.layers.step)), uid: uidOf(run),
     name: named(run.name, 40), mode: "lines", line: { color: colour(run.group), dash: dash(run.group) },
   }));
 }
@@ -651,13 +653,13 @@ function newClientTraces(run) {
   const curves = curvesOf(run);
   if (!curves.length) return [];
   const withLabels = curves.map((curve, i) => ({
-    x: curve.points, y: curve.accuracy.map(share => 100 * share), uid: `${run.path}-with-${i}`,
+    x: curve.points, y: curve.accuracy.map(share => 100 * share), uid: `${uidOf(run)}-with-${i}`,
     name: `${named(run.name, 30)}: ${named(curve.what, 40)}`, mode: "lines+markers",
     line: { color: colour(run.group), dash: DASHES[i % 2], width: 2 },
   }));
   const x = curves[0].points;
   const without = withoutLabels(run).map((row, i) => ({
-    x, y: x.map(() => 100 * row.accuracy), uid: `${run.path}-${i}`,
+    x, y: x.map(() => 100 * row.accuracy), uid: `${uidOf(run)}-${i}`,
     name: `${named(run.name, 30)}, no labels: ${named(row.what, 40)}`, mode: "lines+markers",
     marker: { symbol: i + 1, size: 7, color: colour(run.group) },
     line: { color: colour(run.group), dash: "dot", width: 1 },
