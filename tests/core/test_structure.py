@@ -65,8 +65,16 @@ def test_a_direction_keeps_cosines():
 def test_an_expert_goes_whose_clients_another_one_serves_as_well():
     fits = torch.tensor([[-0.10, -0.11, -2.0], [-0.12, -0.10, -2.0], [-2.0, -2.0, -0.1]])
     first, third = torch.tensor([True, True, False]), torch.tensor([False, False, True])
-    assert structure.stand_in(fits, 0, [1, 2], first, classes=10) == 1
-    assert structure.stand_in(fits, 2, [0, 1], third, classes=10) is None
+    known = torch.ones(3, 3, dtype=torch.bool)
+    assert structure.stand_in(fits, known, 0, [1, 2], first, classes=10) == 1
+    assert structure.stand_in(fits, known, 2, [0, 1], third, classes=10) is None
+
+
+def test_clients_that_have_not_seen_an_expert_do_not_say_that_it_would_do():
+    fits = torch.tensor([[-0.5, 0.0], [-0.5, -2.0], [-3.0, -0.1]])
+    users, known = torch.tensor([True, True, False]), torch.tensor([[True, False], [True, True], [True, True]])
+    assert structure.stand_in(fits, known, 0, [1], users, classes=10) is None
+    assert structure.stand_in(fits, known, 0, [1], torch.tensor([True, False, False]), classes=10) is None
 
 
 def test_an_expert_that_serves_everybody_is_not_split():
@@ -79,8 +87,9 @@ def test_evidence_is_the_mean_of_each_value_of_c_minus_that_over_experts():
     rng = np.random.default_rng(0)
     log_lik, c = rng.normal(size=(40, 3)), rng.integers(0, 4, size=40)
     c[c == 2] = 1  # nobody has the value 2
-    r, present = evidence.by_category(torch.from_numpy(log_lik), torch.from_numpy(c), 5)
-    assert present.tolist() == [True, True, False, True, False]
+    r, count = evidence.by_category(torch.from_numpy(log_lik), torch.from_numpy(c), 5)
+    assert count.tolist() == np.bincount(c, minlength=5).tolist()
+    present = count > 0
     squares = []
     for value in (0, 1, 3):
         rows = [log_lik[i] for i in range(40) if c[i] == value]
@@ -98,3 +107,36 @@ def test_what_a_client_is_not_sent_keeps_its_share():
     assert evidence.among(q, phi, [0, 2])[0].tolist() == pytest.approx([0.72, 0.2, 0.08])
     assert evidence.among(q, phi, [0, 2])[1].tolist() == pytest.approx([0.0, 1.0, 0.0])
     assert evidence.among(q, phi[:, :2], [0, 1]) is q
+
+
+def test_everybodys_evidence_counts_as_so_many_points():
+    r, everybodys = torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[-1.0, 1.0], [2.0, -2.0]])
+    joint = evidence.pooled(r, torch.tensor([30.0, 0.0]), everybodys, 10.0)
+    assert joint.tolist() == [[0.5, -0.5], [2.0, -2.0]]
+    assert evidence.pooled(r, torch.tensor([30.0, 5.0]), everybodys, 0.0).tolist() == r.tolist()
+    some = evidence.full_width(torch.tensor([[0.5, -0.5]]), torch.tensor([[3.0, -4.0, 1.0]]), [0, 2])
+    assert some.tolist() == [[2.5, -4.0, 1.5]]
+
+
+def test_the_penalty_of_use_leads_to_the_largest_evidence_and_entropies_together():
+    """Against a numerical maximum of the objective that the docstring names, over all q(z|c)."""
+    from scipy.optimize import minimize
+
+    rng = np.random.default_rng(3)
+    r, p_c, entropy = rng.normal(size=(5, 3)), np.full(5, 0.2), 2.0
+
+    def softmax(free):
+        free = np.exp(free.reshape(5, 3) - free.reshape(5, 3).max(1, keepdims=True))
+        return free / free.sum(1, keepdims=True)
+
+    def minus(free):
+        q = softmax(free)
+        use = p_c @ q
+        return -(p_c @ (q * (r - np.log(q))).sum(1) - entropy * (use * np.log(use)).sum())
+
+    best = softmax(minimize(minus, np.zeros(15), method="BFGS", options={"gtol": 1e-10}).x)
+    phi = torch.full((5, 3), 1 / 3, dtype=torch.float64)
+    for _ in range(200):  # as the server does: half of the way in each round
+        penalty = evidence.use_penalty(torch.from_numpy(p_c) @ phi, entropy)
+        phi = (phi + evidence.posterior(torch.from_numpy(r), torch.tensor([1.0]), penalty)) / 2
+    assert phi.numpy() == pytest.approx(best, abs=1e-4)

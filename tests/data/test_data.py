@@ -108,21 +108,50 @@ def test_parts_of_a_client_are_disjoint_and_together_all_it_has():
     assert np.array_equal(np.sort(np.concatenate([train, validation, test])), np.arange(50, 150))
 
 
+def permuted(y, parts, count, moved=0, sizes=()):
+    rng = stream(1)
+    tables = shift.label_tables(10, count, moved, rng)
+    groups = shift.deal_groups(len(parts), count, sizes, rng)
+    return shift.permute_labels(y, parts, tables, groups), groups
+
+
+def tables_of_groups(y, new, parts, groups):
+    """What each group calls each label, where all of its clients agree."""
+    tables = {}
+    for own, group in zip(parts, groups, strict=True):
+        table = tables.setdefault(group, {})
+        for before, after in zip(y[own].tolist(), new[own].tolist(), strict=True):
+            assert table.setdefault(before, after) == after
+    assert all(sorted(table.values()) == list(range(10)) for table in tables.values())
+    return tables
+
+
 def test_permuted_labels_differ_between_groups_only():
     y = torch.from_numpy(LABELS)
     parts = partition.iid(LABELS, 20, stream(0))
-    new, groups = shift.permute_labels(y, parts, 10, 4, stream(1))
+    new, groups = permuted(y, parts, 4)
     assert sorted(np.bincount(groups).tolist()) == [5, 5, 5, 5]
-    tables = {}
-    for own, group in zip(parts, groups, strict=True):
-        table = {}
-        for before, after in zip(y[own].tolist(), new[own].tolist(), strict=True):
-            assert table.setdefault(before, after) == after
-        assert sorted(table.values()) == list(range(10))
-        assert tables.setdefault(group, table) == table
+    tables = tables_of_groups(y, new, parts, groups)
     assert len({tuple(sorted(table.items())) for table in tables.values()}) == 4
-    with pytest.raises(DataError, match="at most 2!"):
-        shift.permute_labels(y, parts, 2, 3, stream(0))
+    with pytest.raises(DataError, match="at most 2 for 2 labels"):
+        shift.label_tables(2, 3, 0, stream(0))
+
+
+def test_groups_have_the_sizes_and_differ_in_the_labels_that_were_asked_for():
+    y = torch.from_numpy(LABELS)
+    parts = partition.iid(LABELS, 20, stream(0))
+    new, groups = permuted(y, parts, 4, moved=2, sizes=(12, 4, 2, 2))
+    assert np.bincount(groups).tolist() == [12, 4, 2, 2]
+    tables = tables_of_groups(y, new, parts, groups)
+    moved = {group: [k for k in range(10) if table[k] != k] for group, table in tables.items()}
+    assert moved[0] == []
+    assert sorted(map(len, moved.values())) == [0, 2, 2, 2]
+    assert len({tuple(labels) for labels in moved.values()}) == 4
+    with pytest.raises(DataError, match="must add up to 20 clients"):
+        permuted(y, parts, 2, sizes=(3, 4))
+    with pytest.raises(DataError, match="at most 46 for 10 labels that move 2 labels"):
+        shift.label_tables(10, 47, 2, stream(0))
+    assert len(set(shift.label_tables(4, 1 + 9, 4, stream(0)))) == 10  # all nine derangements of four labels
 
 
 def test_rotation_turns_counter_clockwise_and_right_angles_are_exact():

@@ -34,7 +34,8 @@ def hidden_groups(seed=0, **changes):
 @pytest.mark.parametrize("side", ["label", "client"])
 def test_phi_of_a_round_is_drawn_before_anything_is_trained(side):
     """Against a loop in float64 over all points of a client, under the experts as they arrive."""
-    experiment = small_experiment(**ARRIVING, **{"data.side": side, "fedmix.evidence_points": 0})
+    own_evidence = {"fedmix.evidence_points": 0, "fedmix.evidence_pool": 0.0}
+    experiment = small_experiment(**ARRIVING, **{"data.side": side, **own_evidence})
     algorithm, data = experiment.algorithm, experiment.federation.examples(2, "train")
     message = algorithm.broadcast(algorithm.init(0), 2)
     reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, fedmix_stream(), None)
@@ -57,6 +58,33 @@ def test_phi_of_a_round_is_drawn_before_anything_is_trained(side):
     others = [value for value in range(experiment.federation.categories) if value not in rows]
     assert torch.equal(reply.tensors["phi"][others], message.tensors["phi"][others])
     assert float(reply.tensors["evidence"]) == pytest.approx(float(spread**2), rel=1e-4)
+
+
+def test_clients_pool_their_evidence_where_c_is_not_the_client():
+    """Round 2 of a run: a client's phi against a loop over its own evidence and everybody's of round 1."""
+    experiment = small_experiment(**ARRIVING, **{"data.side": "label", "fedmix.evidence_points": 0})
+    state = train_serially(experiment, last=1)[0][-1].state
+    algorithm, data = experiment.algorithm, experiment.federation.examples(2, "train")
+    message = algorithm.broadcast(state, 2)
+    reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, fedmix_stream(), None)
+    parts = algorithm.client.parts(message, algorithm.new_client(0))
+    log_lik = torch.stack([_log_lik(experiment.model, parts.whole(k), data) for k in range(3)], dim=1)
+    use = message.tensors["phi"].double().mean(dim=0)
+    for value in sorted(set(data.c.tolist())):
+        points = (data.c == value).nonzero().flatten()
+        own = log_lik[points].mean(dim=0)
+        own = own - own.mean()
+        joint = (len(points) * own + 64 * message.tensors["r"][value].double()) / (len(points) + 64)
+        wanted = torch.softmax(joint / (0.15 * message.tensors["spread"].double()) - use.log(), dim=0)
+        assert reply.tensors["phi"][value].tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert reply.tensors["r"][value].tolist() == pytest.approx(own.tolist(), abs=1e-4)
+    others = [value for value in range(experiment.federation.categories) if value not in data.c.tolist()]
+    assert torch.equal(reply.tensors["r"][others], message.tensors["r"][others])
+
+
+def _log_lik(model, weights, data):
+    logits, _ = model.apply(weights, data.x, training=False)
+    return torch.log_softmax(logits.double(), dim=1).gather(1, data.y[:, None]).squeeze(1)
 
 
 def fedmix_stream():

@@ -38,6 +38,7 @@ class Setup:
     server: ServerSettings
     privacy: PrivacySettings
     example: Tensor  # a few inputs [B, ...]
+    side: str  # what side information c is: "label", "client", "rotation", ...
 
 
 class Parts(NamedTuple):

@@ -13,8 +13,10 @@ from torch import Tensor
 from fedmix.core.tree import Params
 
 SKETCH = 1024  # numbers of an update's direction
-EIGENGAP = 2.0  # how much larger the last eigenvalue that counts is than the next one
-COSINE_GAP = 0.2  # mean cosine within clusters minus that across them
+# What makes clusters: how much larger the last eigenvalue that counts is than the next one, the mean cosine within clusters
+# minus that across them, and the members of the smallest. Where labels are skewed, too, the drop is smaller and the clusters
+# are still far apart.
+FALL_APART = ((2.0, 0.2, 1), (1.4, 0.35, 2))
 FEWEST = 4  # clients of an expert that can be split
 UNSERVED = 0.15  # of the entropy of equally frequent labels: an expert whose clients all lose less is not split
 SPARED = 0.1  # of what experts have learnt: who would lose less with another expert does not need their own
@@ -41,25 +43,32 @@ def direction(update: Params) -> Tensor:
 def clusters(directions: Tensor, most: int) -> Tensor | None:
     """Which cluster each update belongs to, or None where they do not fall apart: [n, SKETCH] -> labels 0, 1, ... [n]
 
-    There are as many clusters as eigenvalues of the centred Gram matrix before its largest drop, and one more; `most` at most.
+    There are as many clusters as eigenvalues of the centred Gram matrix before its largest drop, and one more; `most` at most,
+    and at most half as many as updates, so that there are pairs to compare.
     """
+    most = min(most, len(directions) // 2)
     if len(directions) < FEWEST or most < 2:
         return None
     cosines = (directions @ directions.T).double()
-    count = _eigenvalues_that_count(cosines, most - 1)
-    if count == 0:
-        return None
+    count, drop = _largest_drop(cosines, most - 1)
     labels = average_linkage(cosines, count + 1)
-    return labels if _gap(cosines, labels) > COSINE_GAP else None
+    seen = (drop, _gap(cosines, labels), int(labels.bincount().min()))
+    return labels if any(_reaches(seen, rule) for rule in FALL_APART) else None
 
 
-def _eigenvalues_that_count(cosines: Tensor, most: int) -> int:
+def _reaches(seen: tuple[float, float, int], rule: tuple[float, float, int]) -> bool:
+    drop, gap, smallest = seen
+    return drop > rule[0] and gap > rule[1] and smallest >= rule[2]
+
+
+def _largest_drop(cosines: Tensor, most: int) -> tuple[int, float]:
+    """After how many eigenvalues of the centred Gram matrix they drop most, of the first `most`, and by which factor."""
     centred = cosines - cosines.mean(0, keepdim=True) - cosines.mean(1, keepdim=True) + cosines.mean()
     values = torch.linalg.eigvalsh(centred).flip(0).clamp(min=1e-9)
     # the last eigenvalue of a centred matrix is zero: no drop is measured against it
     drops = (values[:-2] / values[1:-1])[:most]
     largest = int(drops.argmax())
-    return largest + 1 if float(drops[largest]) > EIGENGAP else 0
+    return largest + 1, float(drops[largest])
 
 
 def _gap(cosines: Tensor, labels: Tensor) -> float:
@@ -100,16 +109,19 @@ def is_unserved(losses: Tensor, labels: Tensor, classes: int) -> bool:
     return worst > UNSERVED * math.log(classes)
 
 
-def stand_in(fits: Tensor, k: int, others: list[int], clients: Tensor, classes: int) -> int | None:
+def stand_in(fits: Tensor, known: Tensor, k: int, others: list[int], clients: Tensor, classes: int) -> int | None:
     """The expert of `others` that would do for the clients of expert k as well, or None.
 
-    fits [S, K]: mean log-likelihoods; clients [S]: whose main expert is k. What experts have learnt is how far the best of them
-    is above equal shares of labels, averaged over all clients that are known.
+    fits [S, K]: mean log-likelihoods, where they are known [S, K]; clients [S]: whose main expert is k. What experts have
+    learnt is how far the best of them is above equal shares of labels, averaged over all clients that know them all.
     """
-    known = fits.abs().sum(dim=1) > 0
-    best = fits[known][:, [k, *others]].max(dim=1).values
+    comparable = known[:, [k, *others]].all(dim=1)
+    judges = clients & comparable
+    if not bool(judges.any()):
+        return None
+    best = fits[comparable][:, [k, *others]].max(dim=1).values
     learnt = float((best + math.log(classes)).clamp(min=0).mean())
-    of_clients = fits[clients]
+    of_clients = fits[judges]
     lost = float((of_clients[:, k] - of_clients[:, others].max(dim=1).values).mean())
     if lost >= SPARED * learnt:
         return None

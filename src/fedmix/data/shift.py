@@ -4,6 +4,7 @@ F. Sattler, K.-R. Müller, W. Samek (2019): Clustered federated learning, for th
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,35 +15,65 @@ from fedmix.errors import DataError
 from fedmix.rng import Stream
 
 ANGLES = 8  # multiples of 45 degrees
+Table = tuple[int, ...]  # the new label of each label
 
 
-def permute_labels(
-    y: Tensor, parts: list[Indices], classes: int, permutations: int, rng: Stream
-) -> tuple[Tensor, list[int]]:
-    """Give each client one of a few label permutations (Sattler et al., 2019): new y, and each client's group.
-
-    Groups are of equal size, or differ by one.
-    """
-    if permutations > math.factorial(classes):
-        raise DataError(f"data.permutations must be at most {classes}! different ones. Got {permutations}.")
-    tables = _different_permutations(classes, permutations, rng)
-    groups = [int(group) for group in rng.numpy.permutation(np.arange(len(parts)) % permutations)]
+def permute_labels(y: Tensor, parts: list[Indices], tables: Sequence[Table], groups: Sequence[int]) -> Tensor:
+    """Rename the labels of each client by its group's permutation (Sattler et al., 2019)."""
     new_y = y.clone()
     for client_points, group in zip(parts, groups, strict=True):
         index = torch.from_numpy(client_points)
-        table = torch.tensor(tables[group])
-        new_y[index] = table[y[index]]
-    return new_y, groups
+        new_y[index] = torch.tensor(tables[group])[y[index]]
+    return new_y
 
 
-def _different_permutations(classes: int, count: int, rng: Stream) -> list[tuple[int, ...]]:
-    """Draw permutations of the classes until there are `count` different ones."""
-    tables: list[tuple[int, ...]] = []
+def deal_groups(clients: int, count: int, sizes: Sequence[int], rng: Stream) -> list[int]:
+    """Draw each client's group. sizes: how many clients each has; empty: equally many, or one more."""
+    if sizes and sum(sizes) != clients:
+        raise DataError(f"data.group_sizes must add up to {clients} clients. Got {list(sizes)}.")
+    in_order = np.repeat(np.arange(count), sizes) if sizes else np.arange(clients) % count
+    return [int(group) for group in rng.numpy.permutation(in_order)]
+
+
+def label_tables(classes: int, count: int, moved: int, rng: Stream) -> list[Table]:
+    """Draw different permutations of the classes. moved: the first leaves all in place, each other moves this many; 0: any."""
+    possible = _possible_tables(classes, moved)
+    if count > possible:
+        kind = f" that move {moved} labels" if moved else ""
+        raise DataError(f"data.permutations must be at most {possible} for {classes} labels{kind}. Got {count}.")
+    tables = [tuple(range(classes))] if moved else []
     while len(tables) < count:
-        table = tuple(int(k) for k in rng.permutation(classes))
+        table = _moving(classes, moved, rng) if moved else _drawn_order(range(classes), rng)
         if table not in tables:
             tables.append(table)
     return tables
+
+
+def _possible_tables(classes: int, moved: int) -> int:
+    """How many permutations there are; with `moved`, those that move so many labels, and the one that moves none."""
+    if not moved:
+        return math.factorial(classes)
+    derangements = 1  # those that leave no label in place: D_n = n D_{n-1} + (-1)^n
+    for n in range(1, moved + 1):
+        derangements = n * derangements + (1 if n % 2 == 0 else -1)
+    return 1 + math.comb(classes, moved) * derangements
+
+
+def _moving(classes: int, moved: int, rng: Stream) -> Table:
+    """Draw a permutation in which exactly `moved` labels change places."""
+    chosen = sorted(_drawn_order(range(classes), rng)[:moved])
+    while True:
+        order = _drawn_order(chosen, rng)
+        if all(before != after for before, after in zip(chosen, order, strict=True)):
+            break
+    table = list(range(classes))
+    for before, after in zip(chosen, order, strict=True):
+        table[before] = after
+    return tuple(table)
+
+
+def _drawn_order(labels: Sequence[int], rng: Stream) -> Table:
+    return tuple(labels[int(k)] for k in rng.permutation(len(labels)))
 
 
 def rotate(x: Tensor, parts: list[Indices], concentration: float, rng: Stream) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,14 @@ class Mixture:
         return self.settings.grows
 
     @property
+    def pools(self) -> bool:
+        """Whether clients add everybody's evidence to their own: where c tells points apart, and not clients.
+
+        With a number of experts that is found out, whether clients differ is the question: each judges by its own points.
+        """
+        return self.arriving and self.shares_phi and self.setup.side != "client" and not self.grows
+
+    @property
     def shares_phi(self) -> bool:
         """Whether the server keeps phi and sends it."""
         return self.settings.phi == "global" and self.settings.objective == "bound"
@@ -130,6 +138,8 @@ def reply_fields(mix: Mixture) -> dict[str, Field]:
     fields = {"q_zs": Field((mix.K,), tells="marginal")}
     if mix.arriving:
         fields["evidence"] = Field((1,), kind="numbers")
+    if mix.pools:
+        fields["r"] = Field((categories, mix.K), kind="numbers", moved_from="r")
     if mix.grows:
         fields["fit"] = Field((mix.K,), kind="numbers")
     if not mix.shares_phi:
@@ -223,12 +233,21 @@ def _arriving_phi(mix: Mixture, arrival: Arrival, phi: Tensor) -> tuple[Tensor, 
     with torch.no_grad():
         logits, _ = outputs(mix.setup.model, arrival.parts, points.x, training=False)
         log_lik = objective.log_likelihood(logits, points.y)
-    r, present = evidence.by_category(log_lik, points.c, mix.setup.categories)
-    mean_square = evidence.mean_square(r, present)
+    r, count = evidence.by_category(log_lik, points.c, mix.setup.categories)
+    present = count > 0
+    about: Fixed = {}
+    penalty: Tensor | float = 0.0
+    if mix.pools:
+        everybodys = arrival.sent["r"]
+        full = evidence.full_width(r, everybodys, held)
+        about["r"] = torch.where(present.unsqueeze(1), full, everybodys)
+        r = evidence.pooled(full, count, everybodys, mix.settings.evidence_pool)[:, held]
+        use = posterior.expert_marginal(phi, mix.prior.to(phi.device))
+        penalty = evidence.use_penalty(use, mix.settings.entropy)[held]
+    about["evidence"] = evidence.mean_square(r, present)
     # in round 1 the server does not know yet how far clients' evidence goes
-    spread = arrival.sent["spread"] if bool(arrival.sent["spread"] > 0) else mean_square.sqrt()
-    q = evidence.posterior(r, mix.settings.evidence_temperature * spread)
-    about: Fixed = {"evidence": mean_square}
+    spread = arrival.sent["spread"] if bool(arrival.sent["spread"] > 0) else about["evidence"].sqrt()
+    q = evidence.posterior(r, mix.settings.evidence_temperature * spread, penalty)
     if mix.grows:
         about["fit"] = log_lik.new_zeros(mix.K).index_copy_(0, torch.tensor(held), log_lik.mean(dim=0))
         about["round"] = torch.tensor(arrival.round)
@@ -354,6 +373,8 @@ def init(mix: Mixture) -> Extras:
     if mix.arriving:
         # of the clients' evidence in the last round; 0: there was none
         extras["spread"] = torch.zeros(1)
+    if mix.pools:
+        extras["r"] = torch.zeros(mix.setup.categories, mix.K)
     return fedmix_growth.begin(extras, mix.setup.clients, mix.K) if mix.grows else extras
 
 
@@ -362,6 +383,7 @@ def sends(mix: Mixture, extras: Extras) -> Params:
     names = ["phi"] if mix.shares_phi else []
     names += ["spread"] if mix.arriving else []
     names += ["born", "parent"] if mix.grows else []
+    names += ["r"] if mix.pools else []
     return {name: extras[name] for name in names}
 
 
@@ -373,11 +395,9 @@ def select(mix: Mixture, extras: Extras, client: int) -> list[int]:
 def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     """Adam on Delta_phi, then back to the simplex. Rows that nobody in the cohort holds keep value and Adam state."""
     if mix.arriving:
-        extras = extras | {"spread": seen.mean["evidence"].sqrt().to(extras["spread"].dtype)}
+        return extras | _after_evidence(mix, extras, seen)
     if not mix.shares_phi:
         return extras
-    if mix.grows:
-        return extras | {"phi": keep_rows(seen.touched["phi"], seen.mean["phi"].to(extras["phi"].dtype), extras["phi"])}
     phi, opt, held = extras["phi"], extras["phi_opt"], seen.touched["phi"]
     p_c = seen.mean.get("c_shares", mix.prior)
     delta = posterior.phi_gradient(phi, seen.moved["phi"], p_c, mix.settings.entropy)
@@ -387,6 +407,21 @@ def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     for part, tensors in stepped_opt.items():
         new_opt[part] = {"phi": keep_rows(held, tensors["phi"], opt[part]["phi"])}
     return extras | {"phi": keep_rows(held, new_phi, phi), "phi_opt": new_opt}
+
+
+def _after_evidence(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
+    """What evidence changes at the server: its spread, everybody's evidence, and phi.
+
+    phi goes half of the way to the mean of what clients return: p(z) of this round weighs on the evidence of the next one, and
+    without that it would swing to and fro.
+    """
+    changed: Extras = {"spread": seen.mean["evidence"].sqrt().to(extras["spread"].dtype)}
+    if mix.pools:
+        changed["r"] = seen.mean["r"].to(extras["r"].dtype)
+    if mix.shares_phi:
+        phi = extras["phi"]
+        changed["phi"] = keep_rows(seen.touched["phi"], (phi + seen.mean["phi"].to(phi.dtype)) / 2, phi)
+    return changed
 
 
 def remember(extras: Extras, clients: Sequence[int], fields: Params) -> Extras:

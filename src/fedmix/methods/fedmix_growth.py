@@ -17,7 +17,7 @@ from fedmix.core.placement import Unpacked
 from fedmix.core.server import State
 from fedmix.core.tree import Params
 
-REMEMBERED = 8  # rounds that a client's last update counts, where only some clients take part in a round
+REMEMBERED = 16  # rounds that a client's last update counts, where only some clients take part in a round
 AGE = 2  # rounds that an expert is left alone after it was born
 
 
@@ -112,6 +112,11 @@ class Growth:
         users: Tensor = lately & (self.extras["q_zs"].argmax(dim=1) == k)
         return users
 
+    def _known_fits(self) -> Tensor:
+        """Which clients have been sent each expert since it is what it is [S, K]."""
+        known: Tensor = self.extras["last_seen"][:, None] > self.extras["born"][None, :]
+        return known
+
     def _is_young(self, k: int) -> bool:
         return self.state.round - int(self.extras["born"][k]) < AGE
 
@@ -124,7 +129,7 @@ class Growth:
             return
         users = self._users(k)
         if bool(users.any()):
-            heir = structure.stand_in(self.extras["fits"], k, others, users, self.classes)
+            heir = structure.stand_in(self.extras["fits"], self._known_fits(), k, others, users, self.classes)
             what = "merged"
         else:
             heir = others[int(self.extras["fits"][:, others].mean(dim=0).argmax())]

@@ -16,6 +16,9 @@ class FedmixSettings:
         "batch"  # phi is drawn from the mini-batch, as in the paper; "arriving": from experts as they arrive
     )
     evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
+    evidence_pool: float = (
+        64.0  # points that everybody's evidence counts as beside a client's, where c is not the client
+    )
     evidence_temperature: float = 0.15  # of "arriving", in units of the spread of clients' evidence in the last round
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
     beta_start: float = 0.0  # beta in round 1; it goes to `beta` in equal steps. 0: no schedule, as in the paper
@@ -59,6 +62,7 @@ class FedmixSettings:
         require(known, "fedmix.experts", "1 or more, or 'auto'", self.experts)
         require(self.max_experts >= 1, "fedmix.max_experts", "1 or more", self.max_experts)
         require(self.evidence_points >= 0, "fedmix.evidence_points", "1 or more, or 0 for all", self.evidence_points)
+        require(self.evidence_pool >= 0, "fedmix.evidence_pool", "0 or more", self.evidence_pool)
         must = "more than 0"
         require(self.evidence_temperature > 0, "fedmix.evidence_temperature", must, self.evidence_temperature)
         require(self.beta > 0, "fedmix.beta", "more than 0", self.beta)

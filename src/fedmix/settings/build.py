@@ -114,7 +114,17 @@ def build_algorithm(
         # The user's own method: its settings are a plain table, and nobody has checked them yet.
         settings = settings_from(page.settings, settings, "own")
         page.check(settings, recipe.server, recipe.privacy)
-    setup = Setup(model, clients, categories, recipe.rounds, recipe.training, recipe.server, recipe.privacy, example)
+    setup = Setup(
+        model,
+        clients,
+        categories,
+        recipe.rounds,
+        recipe.training,
+        recipe.server,
+        recipe.privacy,
+        example,
+        recipe.data.side,
+    )
     return Algorithm(page.title, setup, page.build(setup, settings), recipe.seed)
 
 

@@ -169,7 +169,9 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
 
 def _shifted(settings: DataSettings, source: Source, points: list[Indices], rng: Stream) -> _Shifted:
     if settings.shift == "permute-labels":
-        y, groups = shift.permute_labels(source.y, points, source.classes, settings.permutations, rng)
+        tables = shift.label_tables(source.classes, settings.permutations, settings.permuted_labels, rng)
+        groups = shift.deal_groups(len(points), settings.permutations, settings.group_sizes, rng)
+        y = shift.permute_labels(source.y, points, tables, groups)
         return _Shifted(source.x, y, groups=groups)
     if settings.shift == "rotate":
         x, angle = shift.rotate(source.x, points, settings.rotation_concentration, rng)

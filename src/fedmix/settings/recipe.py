@@ -36,7 +36,9 @@ class DataSettings:
     shards_per_client: int = 2
     min_size: int = 5  # fewest points of a client in a dirichlet split; owners with fewer do not take part
     shift: str = "none"
-    permutations: int = 4
+    permutations: int = 4  # permute-labels: how many groups of clients there are, each with its own permutation
+    group_sizes: list[int] = field(default_factory=list)  # how many clients each group has; empty: equally many
+    permuted_labels: int = 0  # labels that a permutation moves; the first then moves none. 0: any number of them
     rotation_concentration: float = 1.0
     side: str = "label"  # what the side information c is
     validation: float = 0.1  # share of a client's own points; of the training set where the publisher has a test set
@@ -67,6 +69,14 @@ class DataSettings:
         else:
             require(self.clients >= 1, "data.clients", "1 or more", self.clients)
         require(self.holdout_clients >= 0, "data.holdout_clients", "0 or more", self.holdout_clients)
+        must = "0 for any number, or 2 or more"
+        require(
+            self.permuted_labels == 0 or self.permuted_labels >= 2, "data.permuted_labels", must, self.permuted_labels
+        )
+        if self.group_sizes:
+            must = f"{self.permutations} numbers of 1 or more (data.permutations)"
+            fits = len(self.group_sizes) == self.permutations and min(self.group_sizes) >= 1
+            require(fits, "data.group_sizes", must, self.group_sizes)
 
     def _check_shares(self) -> None:
         require(0 < self.share <= 1, "data.share", "a share in (0, 1]", self.share)
