@@ -24,4 +24,6 @@ def test_every_shipped_recipe_runs_with_every_method(recipe, tmp_path, small_fil
     assert [row["algorithm"] for row in rows] == methods.split(",")
     assert all(0 <= row["test"]["fine_tuned"]["mean"] <= 1 for row in rows)
     assert rows[-1]["gib"]["mean"] == 0
-    assert rows[0]["gib"]["mean"] > 3.9 * rows[1]["gib"]["mean"]
+    experts = read_recipe(recipe).fedmix.experts
+    # where their number is found out there is one at first
+    assert rows[0]["gib"]["mean"] > 0.97 * (1 if experts == "auto" else experts) * rows[1]["gib"]["mean"]
