@@ -218,7 +218,7 @@ class _Audit:
         with self.where.open(Stage(experiment, lambda: store)) as engine:
             for done, cohort in enumerate(groups):
                 self.watch(stage, done, len(groups))
-                sent = [_in_round(experiment.algorithm.broadcast(state, s), t) for s in cohort]
+                sent = [_in_round(experiment.algorithm.broadcast(state, s, training=True), t) for s in cohort]
                 tasks = [Task("train", t, s, message) for s, message in zip(cohort, sent, strict=True)]
                 answers = everyone(engine.run(tasks))
                 seen += self._seen_of_cohort(experiment.recipe, cohort, sent, answers)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedmix.core.client import DIGEST, FROZEN, START, ClientSide
-from fedmix.core.method import LABELS, Method, Parts, Setup, with_labels
+from fedmix.core.method import LABELS, Method, Parts, Setup, every_model, outputs, with_labels
 from fedmix.core.placement import Layout, digest_of, lay_out
 from fedmix.core.server import ServerSide, State, server_optimizer
 from fedmix.core.tree import Params, flatten, subtree, unflatten
@@ -67,7 +67,7 @@ class Algorithm:
 
     def _refuse_sums_where_clients_are_needed(self) -> None:
         why = self.method.needs_clients
-        if not why and self.method.select:
+        if not why and (self.method.select or self.method.chances):
             why = "clients are sent different experts"
         if why and self.setup.server.aggregation == "linear":
             raise SettingError(f"server.aggregation must be 'clients' with {self.name}: {why}. Got 'linear' instead.")
@@ -76,8 +76,7 @@ class Algorithm:
     def layout(self) -> Layout:
         """Where each parameter of the model lives."""
         model = self.setup.model
-        names = [name for name, _ in model.module.named_parameters()]
-        return lay_out(names, sorted(model.frozen), self.method.place, self.method.experts, self.name)
+        return lay_out(model.names, sorted(model.frozen), self.method.place, self.method.experts, self.name)
 
     @cached_property
     def client(self) -> ClientSide:
@@ -216,11 +215,15 @@ class Algorithm:
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: State, s: int | None) -> Message:
-        """What client s is sent; None: everything, for an evaluation at the server."""
+    def broadcast(self, state: State, s: int | None, training: bool = False) -> Message:
+        """What client s is sent; None: everything, for an evaluation at the server. training: for a round of training."""
         chosen = self.alive(state)
         if s is not None and self.method.select is not None:
             chosen = self.method.select(state.extras, s)
+        if s is not None and training and self.method.chances is not None:
+            drawn = stream(self.seed, "round", state.round + 1, "sent", s).numpy.random(self.layout.experts)
+            chances = self.method.chances(state.extras, s).tolist()
+            chosen = [k for k in chosen if drawn[k] < chances[k]]
         experts = {k: state.experts[k] for k in chosen}
         return self._message(state, experts, self.method.sends(state.extras), s)
 
@@ -314,6 +317,8 @@ class Algorithm:
         return log_p, self.method.bound(logits, features, beside, message.tensors, y, c, parts.held)
 
     def _outputs(self, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.method.models is every_model:
+            return outputs(self.setup.model, parts, x, training=False)
         logits, features = self.setup.model.apply_all(self.method.models(parts), x, training=False)
         return with_labels(parts, logits), features
 

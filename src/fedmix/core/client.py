@@ -18,6 +18,7 @@ from fedmix.core.method import (
     Method,
     Parts,
     Setup,
+    stack_experts,
     weights_and_fields,
 )
 from fedmix.core.objective import label_offset
@@ -170,14 +171,27 @@ class ClientSide:
         if self.method.train is not None:
             return self._in_phases(arrival, _Phases(arrival, schedule, trains, epochs is not None))
         fixed, carry = self.method.prepare(arrival)
+        stacked = self._stacks(arrival.parts)
+        flat = to_flat(arrival.parts)
+        if stacked:
+            flat = _with_stacked_experts(flat, arrival.parts)
 
         def loss_of(params: Mapping[str, Tensor], batch: Batch, carry: Carry) -> tuple[Tensor, Tensor | float, Carry]:
-            return self.method.loss(from_flat(params, arrival.parts), fixed, batch, carry)
+            parts = from_flat(params, arrival.parts)
+            if stacked:
+                parts = _in_stacks(parts, params)
+            return self.method.loss(parts, fixed, batch, carry)
 
-        trained = train_client(to_flat(arrival.parts), carry, loss_of, data, schedule, rng, trains)
-        parts = from_flat(trained.params, arrival.parts)
+        trained = train_client(flat, carry, loss_of, data, schedule, rng, trains)
+        parts = from_flat(_unstacked(trained.params, arrival.parts.held), arrival.parts)
         departure = Departure(parts, arrival.sent, fixed, trained.carry, data)
         return self._leave(arrival, departure, trained.loss)
+
+    def _stacks(self, parts: Parts) -> bool:
+        """Whether the experts are trained as one tensor each, so that what they share is computed once a step."""
+        if not self.method.stacks or not parts.experts:
+            return False
+        return self.setup.model.stacks(next(iter(parts.experts.values())))
 
     def _in_phases(self, arrival: Arrival, phases: "_Phases") -> tuple[Message, Private]:
         """The method's own programme in place of the loop."""
@@ -304,12 +318,8 @@ class ClientSide:
             params: Mapping[str, Tensor], fixed: Fixed, batch: Batch, carry: Carry
         ) -> tuple[Tensor, Tensor | float, Carry]:
             of_method = {name: value for name, value in fixed.items() if name != LABELS}
-            parts = from_flat(params, like)._replace(
-                labels=fixed[LABELS],
-                stacked=subtree(params, "stacked"),
-                experts={k: {} for k in like.experts},
-                group=clients if takes_groups else 0,
-            )
+            parts = _in_stacks(from_flat(params, like), params)
+            parts = parts._replace(labels=fixed[LABELS], group=clients if takes_groups else 0)
             return self.method.loss(parts, of_method, batch, carry)
 
         if takes_groups:
@@ -321,7 +331,8 @@ class ClientSide:
         """Why this method's clients are trained one after the other, or None; found out before anything is trained."""
         if self.method.train is not None:
             return "it trains in phases of its own"
-        different = "clients hold different experts" if self.method.select is not None else None
+        chosen = self.method.select is not None or self.method.chances is not None
+        different = "clients hold different experts" if chosen else None
         return self.method.ungroupable or different or self.setup.model.ungroupable or self._differs_side_by_side()
 
     def _differs_side_by_side(self) -> str | None:
@@ -553,11 +564,12 @@ def _with_stacked_experts(flat: Params, parts: Parts) -> Params:
     if not parts.experts:
         return flat
     plain = {name: w for name, w in flat.items() if not name.startswith("expert.")}
-    first = next(iter(parts.experts.values()))
-    for name in first:
-        copies = [w[name] for w in parts.experts.values()]
-        plain[f"stacked.{name}"] = torch.stack(copies)
-    return plain
+    return plain | {f"stacked.{name}": w for name, w in stack_experts(parts).items()}
+
+
+def _in_stacks(parts: Parts, flat: Mapping[str, Tensor]) -> Parts:
+    """The parts with their experts as one tensor each; `experts` then tells their numbers alone."""
+    return parts._replace(stacked=subtree(flat, "stacked"), experts={k: {} for k in parts.experts})
 
 
 def _unstacked(flat: Params, held: Sequence[int]) -> Params:

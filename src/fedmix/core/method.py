@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     own: Params  # what the method keeps at the client and trains: gates
     kept: Params  # what it keeps there and does not train
     labels: Params  # the client's own label counts as an offset of logits, under one name, or nothing
-    stacked: Params  # experts [K, ...] in place of `experts`, where clients train side by side
+    stacked: Params  # experts [K, ...] in place of `experts`, where they share layers or clients train side by side
     group: int = 0  # how many clients these are, where tensors have a first dimension for them (`Method.leading`)
 
     def whole(self, k: int | None = None) -> Params:
@@ -205,6 +205,8 @@ class Method:
     init          () -> what the server keeps beside weights
     sends         (extras) -> the part of it that clients are sent
     select        (extras, client) -> the experts that a client is sent; None: all
+    chances       (extras, client) -> the chance that each expert is sent to the client in a round [K], above 0; None: 1. What
+                  comes back is weighed by one over it, so that an expert's mean update is the same in expectation
     server        (extras, aggregate) -> extras: from sums alone
     individuals   (extras, clients, fields [S', ...]) -> extras: what is kept of single clients, where the server sees them
     watch         (extras, aggregate, round) -> more metrics of a round
@@ -221,6 +223,7 @@ class Method:
     leading       the loss again, if it takes tensors with a first dimension for several clients as they are: it is then not
                   vectorised by torch.vmap, which is quicker for small models. It is tried out before it is relied on. A
                   method that puts another loss in place of this one is vectorised again
+    stacks        whether the loss takes experts as `Parts.stacked`, so that what they share is computed once
     needs_clients why the server must see single clients, which excludes sums, or None
     alive         (extras) -> the experts that there are now; None: all of them, always
     restructure   (before, after, clients, replies, fields, points) -> (state, events): changes of which experts there are, from
@@ -243,6 +246,7 @@ class Method:
     init: Callable[[], Extras] = dict
     sends: Callable[[Extras], Params] = lambda extras: {}
     select: Callable[[Extras, int], list[int]] | None = None
+    chances: Callable[[Extras, int], Tensor] | None = None
     server: Callable[[Extras, Aggregate], Extras] = lambda extras, aggregate: extras
     individuals: Callable[[Extras, Sequence[int], Params], Extras] | None = None
     watch: Callable[[Extras, Aggregate, int], dict[str, Any]] = lambda extras, aggregate, t: {}
@@ -257,6 +261,7 @@ class Method:
     longer_steps: Callable[[Any], float] | None = None
     ungroupable: str | None = None
     leading: Loss | None = None
+    stacks: bool = False
     needs_clients: str | None = None
     alive: Callable[[Extras], list[int]] | None = None
     restructure: Callable[..., tuple[Any, list[dict[str, Any]]]] | None = None
@@ -288,10 +293,18 @@ def outputs(model: Model, parts: Parts, x: Tensor, training: bool = True) -> tup
     if parts.group:
         logits, features = model.apply_group(parts.frozen, {**parts.shared, **parts.private}, parts.stacked, x)
     elif parts.stacked:
-        logits, features = model.apply_stacked(parts.whole(), parts.stacked, x)
+        logits, features = model.apply_stacked(parts.whole(), parts.stacked, x, training)
+    elif parts.experts and model.stacks(next(iter(parts.experts.values()))):
+        logits, features = model.apply_stacked(parts.whole(), stack_experts(parts), x, training)
     else:
         logits, features = model.apply_all(every_model(parts), x, training)
     return with_labels(parts, logits), features
+
+
+def stack_experts(parts: Parts) -> Params:
+    """The tensors of all experts that a client holds as one each: [K', ...]."""
+    experts = list(parts.experts.values())
+    return {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
 
 
 def with_labels(parts: Parts, logits: Tensor) -> Tensor:

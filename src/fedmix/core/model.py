@@ -9,7 +9,7 @@ import copy
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from fedmix.core.factors import Factors
 from fedmix.core.tree import Params
 from fedmix.errors import ModelError
 from fedmix.rng import Stream, stream
@@ -42,6 +43,8 @@ class Model:
         self._device = example.device
         self.output = output
         self.classes = classes
+        self.factors: Factors | None = None
+        self._stackable: dict[frozenset[str], bool] = {}
         with stream(0, "template").torch():  # buffers, if random, are the same in every process
             self.module = _fresh(build)
         self._layers: dict[str, nn.Module] = dict(self.module.named_modules())
@@ -55,6 +58,19 @@ class Model:
         self._refuse_buffers_that_change(example)
         self.frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
         self.parameters = sum(p.numel() for p in self.module.parameters())
+
+    def with_factors(self, factors: Factors) -> "Model":
+        """The same model, whose experts differ in some layers by factors of their weights."""
+        for name in factors.layers:
+            self._layer(name)
+        factors.check(self._layers)
+        model = copy.copy(self)
+        for found_out in ("ungroupable", "structure"):
+            model.__dict__.pop(found_out, None)
+        model.factors = factors
+        model._stackable = {}
+        model._names = {*self._names, *factors.names}
+        return model
 
     def _count_features(self, example: Tensor) -> int:
         """H, the width of the output layer's input, from a forward pass; logits of another shape are refused."""
@@ -70,7 +86,11 @@ class Model:
     def init(self, rng: Stream) -> Params:
         """Parameters of a new model, drawn from this stream alone."""
         with rng.torch():
-            return self._params(_fresh(self.build))
+            params = self._params(_fresh(self.build))
+        return params | self._drawn_factors(params, rng)
+
+    def _drawn_factors(self, params: Params, rng: Stream) -> Params:
+        return self.factors.draw(params, rng.child("factors")) if self.factors else {}
 
     def apply(self, params: Mapping[str, Tensor], x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
         """x [B, ...] -> logits [B, classes] and features h(x) [B, H]."""
@@ -132,38 +152,75 @@ class Model:
 
     def _differs_vectorised(self) -> str | None:
         """Two sets of parameters are applied at once, and the second one alone."""
-        template = self._params(self.module)
-        stacked = {name: torch.stack([value, value + 0.1]) for name, value in template.items()}
-        second = {name: value[1] for name, value in stacked.items()}
         try:
-            with torch.no_grad():
-                together, _ = self.apply_stacked({}, stacked, self._example)
-                alone, _ = self.apply(second, self._example, training=True)
+            same = self._vectorised_is_alone(self._names, training=True)
         except (RuntimeError, ValueError, ModelError) as error:
             return f"the model cannot be vectorised, as with dropout ({str(error).splitlines()[0][:120]})"
-        if not torch.allclose(together[1], alone, rtol=1e-4, atol=1e-5):
-            return "vectorised, the model gives other numbers"
-        return None
+        return None if same else "vectorised, the model gives other numbers"
+
+    def _vectorised_is_alone(self, experts: Collection[str], training: bool) -> bool:
+        """Whether two models that differ in these parameters give at once what the second one gives alone."""
+        template = self.template
+        alike = {name: value for name, value in template.items() if name not in experts}
+        stacked = {name: torch.stack([value, value + 0.1]) for name, value in template.items() if name in experts}
+        second = {name: value[1] for name, value in stacked.items()}
+        randomness = "error" if training else "same"
+        with torch.no_grad():
+            together, _ = self.apply_stacked(alike, stacked, self._example, training, randomness)
+            alone, _ = self.apply({**alike, **second}, self._example, training)
+        return torch.allclose(together[1], alone, rtol=1e-4, atol=1e-5)
+
+    def stacks(self, experts: Collection[str]) -> bool:
+        """Whether experts that differ in these parameters alone are applied at once, what they share being computed once.
+
+        Where whole convolutions are experts' own, one model after the other is quicker.
+        """
+        key = frozenset(experts)
+        if key not in self._stackable:
+            self._stackable[key] = self._can_be_stacked(key)
+        return self._stackable[key]
+
+    def _can_be_stacked(self, experts: frozenset[str]) -> bool:
+        share_nothing = experts >= self._names
+        if share_nothing or any(isinstance(self._owner(name), _ConvNd) for name in experts & self._plain):
+            return False
+        try:
+            return self._vectorised_is_alone(experts, training=False)
+        except (RuntimeError, ValueError, ModelError):
+            return False
+
+    @property
+    def _plain(self) -> set[str]:
+        """The names of the module's own parameters."""
+        return self._names - set(self.factors.names) if self.factors else self._names
+
+    def _owner(self, name: str) -> nn.Module:
+        """The layer that a parameter belongs to."""
+        return self._layers[name.rpartition(".")[0]]
 
     def apply_stacked(
-        self, alike: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
+        self,
+        alike: Mapping[str, Tensor],
+        stacked: Mapping[str, Tensor],
+        x: Tensor,
+        training: bool = True,
+        randomness: str = "same",
     ) -> tuple[Tensor, Tensor]:
-        """M models at once on the same inputs, in training mode.
+        """M models at once on the same inputs: x [B, ...] -> logits [M, B, classes], features [M, B, H].
 
-        x [B, ...] -> logits [M, B, classes], features [M, B, H].
-
-        alike: parameters that are the same for all models. stacked: the others [M, ...].
+        alike: parameters that are the same for all models. stacked: the others [M, ...]. What depends on the former alone is
+        computed once, forward and backward. All models drop the same values out.
         """
         names = list(stacked)
 
         def of_model(*weights: Tensor) -> tuple[Tensor, Tensor]:
-            return self.apply({**alike, **dict(zip(names, weights, strict=True))}, x, training=True)
+            return self.apply({**alike, **dict(zip(names, weights, strict=True))}, x, training)
 
-        logits, features = torch.vmap(of_model)(*stacked.values())
+        logits, features = torch.vmap(of_model, randomness=randomness)(*stacked.values())
         return logits, features
 
     def apply_group(
-        self, alike: Mapping[str, Tensor], per_client: Mapping[str, Tensor], stacked: Mapping[str, Tensor], x: Tensor
+        self, alike: Mapping[str, Tensor], per_client: Params, stacked: Params, x: Tensor
     ) -> tuple[Tensor, Tensor]:
         """G clients at once, each on its own inputs, in training mode.
 
@@ -174,12 +231,27 @@ class Model:
         if not stacked:
             logits, features = self._apply_each(alike, per_client, x)
             return logits.unsqueeze(1), features.unsqueeze(1)
+        if per_client:
+            return self._apply_group_sharing(alike, per_client, stacked, x)
         G, M = next(iter(stacked.values())).shape[:2]
         models = {name: value.flatten(0, 1) for name, value in stacked.items()}  # [G M, ...]
-        models |= {name: value.repeat_interleave(M, dim=0) for name, value in per_client.items()}
         inputs = x.unsqueeze(1).expand(G, M, *x.shape[1:]).flatten(0, 1)
         logits, features = self._apply_each(alike, models, inputs)
         return logits.view(G, M, *logits.shape[1:]), features.view(G, M, *features.shape[1:])
+
+    def _apply_group_sharing(
+        self, alike: Mapping[str, Tensor], per_client: Params, stacked: Params, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`apply_group` where a client's experts share tensors: what depends on these alone is computed once a client."""
+        shared, of_experts = list(per_client), list(stacked)
+
+        def of_client(inputs: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            for_all = dict(zip(shared, weights[: len(shared)], strict=True))
+            experts = dict(zip(of_experts, weights[len(shared) :], strict=True))
+            return self.apply_stacked({**alike, **for_all}, experts, inputs, randomness="error")
+
+        logits, features = torch.vmap(of_client)(x, *per_client.values(), *stacked.values())
+        return logits, features
 
     def _apply_each(
         self, alike: Mapping[str, Tensor], models: Mapping[str, Tensor], x: Tensor
@@ -283,29 +355,38 @@ class Model:
             self._device = x.device
         if self.channels_last:
             x = _channels_last(x)
-        logits: Tensor = functional_call(self.module, dict(params), (x,), tie_weights=self._tied)
+        plain = {name: value for name, value in params.items() if name in self._plain} if self.factors else dict(params)
+        with self.factors.applied(self._layers, params) if self.factors else nullcontext():
+            logits: Tensor = functional_call(self.module, plain, (x,), tie_weights=self._tied)
         return logits
 
     def module_with(self, params: Mapping[str, Tensor]) -> nn.Module:
         """An ordinary module with these parameters, for use outside of a federation."""
-        wanted = {name for name, _ in self.module.named_parameters()}
-        if wanted != params.keys():
-            wrong = sorted(wanted ^ params.keys())
+        if self._names != params.keys():
+            wrong = sorted(self._names ^ params.keys())
             raise ModelError(
                 f"a module needs exactly the model's parameters. Missing or unexpected: {', '.join(wrong[:5])}."
             )
         module = copy.deepcopy(self.module)
-        module.load_state_dict({name: value.detach().clone() for name, value in params.items()}, strict=False)
+        plain = self.factors.composed(params) if self.factors else params
+        module.load_state_dict({name: value.detach().clone() for name, value in plain.items()}, strict=False)
         return module.eval()
 
     @property
     def template(self) -> Params:
         """Some parameters of the right names and shapes; nobody trains them."""
-        return self._params(self.module)
+        params = self._params(self.module)
+        return params | self._drawn_factors(params, stream(0, "template"))
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters, those of the module and the factors that experts have beside them."""
+        factors = self.factors.names if self.factors else []
+        return [*(name for name, _ in self.module.named_parameters()), *factors]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in self.module.named_parameters()}
+        return {name: tuple(value.shape) for name, value in self.template.items()}
 
     @property
     def buffers(self) -> Params:

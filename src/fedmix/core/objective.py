@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fedmix.core.tree import Params
+
 SMALLEST = 1e-3  # the least q(z|y) that is divided by: below it phi says little but how it was clamped
 
 
@@ -40,11 +42,24 @@ def full_steps(log_lik: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 
     log_lik, q(z|c) [..., B, K], weight [..., B] of each point in a mean over the mini-batch -> [..., B, K]
     """
-    share = (weight.unsqueeze(-1) * q).sum(dim=-2, keepdim=True)  # [..., 1, K]
-    # the largest of K shares is 1/K or more, unless there are no points at all
-    largest = share.amax(dim=-1, keepdim=True).clamp(min=1 / q.shape[-1])
-    times = 1 / largest
+    times = longer(q, weight)[..., None, None]
     return log_lik.detach() + times * (log_lik - log_lik.detach())
+
+
+def longer(q: Tensor, weight: Tensor) -> Tensor:
+    """One over the largest share of the mini-batch that an expert has: q(z|c) [..., B, K], weight [..., B] -> [...]."""
+    share = (weight.unsqueeze(-1) * q).sum(dim=-2)  # [..., K]
+    # the largest of K shares is 1/K or more, unless there are no points at all
+    return 1 / share.amax(dim=-1).clamp(min=1 / q.shape[-1])
+
+
+def scaled_gradients(weights: Params, times: Tensor) -> Params:
+    """The same weights, their gradients times a number, or times one for each first index: [...], [...] -> [...]."""
+    scaled = {}
+    for name, w in weights.items():
+        factor = times.reshape(*times.shape, *[1] * (w.dim() - times.dim()))
+        scaled[name] = w.detach() + factor * (w - w.detach())
+    return scaled
 
 
 def direct_losses(log_joint: Tensor) -> Tensor:

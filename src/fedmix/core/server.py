@@ -121,7 +121,8 @@ class ServerSide:
         p_s = aggregate.client_weights(n_s)
         fields = self._stacked_fields(unpacked)
         state, layers = self._step_shared(state, [client.shared for client in unpacked], p_s)
-        state, returned, per_expert = self._step_experts(state, unpacked, fields, n_s)
+        chances = self._chances(before, [reply.client for reply in replies])
+        state, returned, per_expert = self._step_experts(state, unpacked, fields, n_s, chances)
         extras = state.extras
         if self.method.individuals is not None:
             extras = self.method.individuals(extras, [reply.client for reply in replies], fields)
@@ -155,8 +156,24 @@ class ServerSide:
         shared, opt = self._optimizer.update(state.shared, delta, state.opt, 1.0)
         return replace(state, shared=shared, opt=opt), layers
 
+    def _chances(self, sent: State, clients: Sequence[int]) -> Tensor | None:
+        """The chance with which each client was sent each expert [S', K]; None: it was not left to chance."""
+        if self.method.chances is None:
+            return None
+        return torch.stack([self.method.chances(sent.extras, s) for s in clients]).to(torch.float64)
+
+    def _expert_weights(self, q_s: Tensor, n_s: Tensor, returned: Tensor, chances: Tensor | None) -> Tensor:
+        """What a client's update counts for each expert, p(s|z=k): [S', K].
+
+        Where experts are left out by chance, those that came back stand for those that did not: their mean over what might
+        have been left out is what it would be with all of them.
+        """
+        if chances is None:
+            return aggregate.expert_weights(torch.where(returned, q_s, torch.zeros_like(q_s)), n_s)
+        return aggregate.expert_weights(q_s, n_s) * returned / chances
+
     def _step_experts(
-        self, state: State, clients: Sequence[Unpacked], fields: Params, n_s: Tensor
+        self, state: State, clients: Sequence[Unpacked], fields: Params, n_s: Tensor, chances: Tensor | None
     ) -> tuple[State, Tensor, list[dict[str, float]]]:
         """The new experts, who returned which of them [S', K], and the divergence of each expert's tensors.
 
@@ -167,7 +184,7 @@ class ServerSide:
             return state, returned, []
         experts, opts, layers = [], [], []
         q_s = fields[self.method.weigh]
-        p_sz = aggregate.expert_weights(torch.where(returned, q_s, torch.zeros_like(q_s)), n_s)
+        p_sz = self._expert_weights(q_s, n_s, returned, chances)
         for k, (w, opt) in enumerate(zip(state.experts, state.experts_opt, strict=True)):
             moved = aggregate.deltas(w, [client.experts.get(k) for client in clients])
             layers.append(divergence.expert_divergence(moved, p_sz[:, k]))

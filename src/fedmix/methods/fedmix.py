@@ -1,18 +1,18 @@
 """FedMix: a federated mixture of experts (Reisser, Louizos, Gavves, Welling, 2021), Algorithm 2; with eta = 0, Algorithm 1.
 
-Every parameter is an expert's. The experts w_k that a client uses, phi and q(z|s) cross the wire. The gate
-theta_s = (pi, A, b) stays with the client. What the paper leaves open is in `FedmixSettings` and docs/decisions.md.
+Every parameter is an expert's, unless the recipe says what experts share. The experts w_k that a client uses, what they share,
+phi and q(z|s) cross the wire. The gate theta_s = (pi, A, b) stays with the client. What the paper leaves open is in
+`FedmixSettings` and docs/decisions.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedmix.core import evidence, gate, health, objective, posterior, prune
+from fedmix.core import gate, health, objective, posterior, prune
 from fedmix.core.method import (
     Aggregate,
     Anonymous,
@@ -29,79 +29,29 @@ from fedmix.core.method import (
     outputs,
     with_labels,
 )
-from fedmix.core.optim import Optimizer, keep_rows
+from fedmix.core.optim import keep_rows
 from fedmix.core.placement import Unpacked
-from fedmix.core.server import State, server_optimizer
+from fedmix.core.server import State
 from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
-from fedmix.core.types import Examples
-from fedmix.errors import SettingError
-from fedmix.methods import fedmix_growth, gates
+from fedmix.methods import fedavg, fedmix_evidence, fedmix_growth, fedmix_sharing, gates
+from fedmix.methods.fedmix_mixture import Mixture
 from fedmix.methods.fedmix_settings import FedmixSettings
 from fedmix.methods.page import Page
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """FedMix for one model and federation: its settings, and what follows from them."""
-
-    setup: Setup
-    settings: FedmixSettings
-
-    @property
-    def K(self) -> int:
-        """The number of experts, or of slots for them where it is found out."""
-        return self.settings.slots
-
-    @property
-    def arriving(self) -> bool:
-        """Whether phi is drawn from the experts as they arrive, once a round, and not from mini-batches."""
-        return self.settings.evidence == "arriving"
-
-    @property
-    def grows(self) -> bool:
-        return self.settings.grows
-
-    @property
-    def pools(self) -> bool:
-        """Whether clients add everybody's evidence to their own: where c tells points apart, and not clients.
-
-        With a number of experts that is found out, whether clients differ is the question: each judges by its own points.
-        """
-        return self.arriving and self.shares_phi and self.setup.side != "client" and not self.grows
-
-    @property
-    def shares_phi(self) -> bool:
-        """Whether the server keeps phi and sends it."""
-        return self.settings.phi == "global" and self.settings.objective == "bound"
-
-    @cached_property
-    def prior(self) -> Tensor:
-        """p(c) in the marginal entropy [C]: uniform, or the shares that the recipe gives."""
-        prior, categories = self.settings.prior, self.setup.categories
-        if isinstance(prior, str):
-            return torch.full((categories,), 1.0 / categories)
-        if len(prior) != categories or min(prior) < 0 or sum(prior) <= 0:
-            raise SettingError(f"fedmix.prior must be {categories} shares of c, none negative. Got {prior} instead.")
-        return torch.tensor(prior) / sum(prior)
-
-    @cached_property
-    def phi_optimizer(self) -> Optimizer:
-        return server_optimizer(self.setup.server, self.settings.phi_lr, rows=True)
-
-    def uniform(self) -> Tensor:
-        return posterior.uniform(self.setup.categories, self.K)
 
 
 def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
     """FedMix as a method."""
     mix = Mixture(setup, settings)
     mix.prior  # noqa: B018 (shares that do not fit are refused now)
+    if mix.shares_everything:
+        # one model for all: nothing is left that a gate could choose between
+        return fedavg.fedavg(setup)
     bound_or_direct = partial(loss, mix)
     return Method(
         loss=bound_or_direct,
         leading=bound_or_direct,
-        place=lambda name: "expert",
+        place=mix.place,
         experts=mix.K,
         prepare=partial(prepare, mix),
         own=partial(new_client, mix),
@@ -112,6 +62,8 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         init=partial(init, mix),
         sends=partial(sends, mix),
         select=partial(select, mix) if settings.eta else None,
+        chances=partial(fedmix_sharing.chances, settings) if settings.expert_dropout else None,
+        stacks=ungroupable(settings) is None,
         alive=fedmix_growth.alive if mix.grows else None,
         restructure=partial(restructure, mix) if mix.grows else None,
         migrate=fedmix_growth.migrate if mix.grows else None,
@@ -180,9 +132,12 @@ def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacyS
     require(not settings.eta or not protection.noise, "fedmix.eta", must, settings.eta)
     must = "0 with server.aggregation = 'linear': the server does not see who uses which expert"
     require(not settings.eta or server.aggregation != "linear", "fedmix.eta", must, settings.eta)
+    dropout = settings.expert_dropout
+    require(not dropout or server.aggregation != "linear", "fedmix.expert_dropout", must, dropout)
 
 
-PAGE = Page("FedMix", fedmix, FedmixSettings, "Reisser, Louizos, Gavves and Welling, 2021", check)
+PAPER = "Reisser, Louizos, Gavves and Welling, 2021"
+PAGE = Page("FedMix", fedmix, FedmixSettings, PAPER, check, model=fedmix_sharing.with_factors)
 
 
 # -- a client ----------------------------------------------------------------------------------------------------------
@@ -218,54 +173,17 @@ def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
     phi = arrival.sent["phi"] if mix.shares_phi else arrival.private.get("phi", mix.uniform().to(shares.device))
     fixed: Fixed = {"beta": beta, "shares": shares}
     if mix.arriving:
-        phi, about = _arriving_phi(mix, arrival, phi)
+        phi, about = fedmix_evidence.arriving_phi(mix, arrival, phi)
         fixed |= about
     return fixed, phi
-
-
-def _arriving_phi(mix: Mixture, arrival: Arrival, phi: Tensor) -> tuple[Tensor, Fixed]:
-    """phi of this round from the experts as they arrive, and what the server is told of the evidence.
-
-    What the client is not sent keeps its share of phi.
-    """
-    held = arrival.parts.held
-    points = _some_points(arrival, mix.settings.evidence_points)
-    with torch.no_grad():
-        logits, _ = outputs(mix.setup.model, arrival.parts, points.x, training=False)
-        log_lik = objective.log_likelihood(logits, points.y)
-    r, count = evidence.by_category(log_lik, points.c, mix.setup.categories)
-    present = count > 0
-    about: Fixed = {}
-    penalty: Tensor | float = 0.0
-    if mix.pools:
-        everybodys = arrival.sent["r"]
-        full = evidence.full_width(r, everybodys, held)
-        about["r"] = torch.where(present.unsqueeze(1), full, everybodys)
-        r = evidence.pooled(full, count, everybodys, mix.settings.evidence_pool)[:, held]
-        use = posterior.expert_marginal(phi, mix.prior.to(phi.device))
-        penalty = evidence.use_penalty(use, mix.settings.entropy)[held]
-    about["evidence"] = evidence.mean_square(r, present)
-    # in round 1 the server does not know yet how far clients' evidence goes
-    spread = arrival.sent["spread"] if bool(arrival.sent["spread"] > 0) else about["evidence"].sqrt()
-    q = evidence.posterior(r, mix.settings.evidence_temperature * spread, penalty)
-    if mix.grows:
-        about["fit"] = log_lik.new_zeros(mix.K).index_copy_(0, torch.tensor(held), log_lik.mean(dim=0))
-        about["round"] = torch.tensor(arrival.round)
-    return torch.where(present.unsqueeze(1), evidence.among(q, phi, held), phi), about
-
-
-def _some_points(arrival: Arrival, most: int) -> Examples:
-    data = arrival.data
-    if not 0 < most < len(data):
-        return data
-    index = torch.from_numpy(arrival.rng.child("evidence").permutation(len(data))[:most]).to(data.x.device)
-    return Examples(data.x[index], data.y[index], data.c[index])
 
 
 def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) -> tuple[Tensor, float, Tensor]:
     """-L_s of each point (Algorithm 2's client). phi' comes first, from the same forward pass, with no gradient through it."""
     settings = mix.settings
     parts = _pruned(mix, parts, fixed, phi)
+    if settings.full_steps and mix.shares:
+        parts = _with_full_steps(parts, posterior.of_points(phi, batch.c), batch.weight)
     keep = parts.held
     all_kept = len(keep) == mix.K
     matter = _points_that_matter(mix, phi, keep, batch.c)
@@ -288,7 +206,7 @@ def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) ->
         q_lik = q_gate if all_kept or over else posterior.of_points(prune.renormalise(phi, keep), batch.c)
     if matter is not None:
         log_lik = _learn_late(mix, parts, batch, log_lik, (q_lik >= settings.skip_below) & ~matter)
-    if settings.full_steps:
+    if settings.full_steps and not mix.shares:
         log_lik = objective.full_steps(log_lik, q_lik, batch.weight)
     return objective.bound_losses(log_lik, log_gate, q_lik, q_gate), 0.0, phi
 
@@ -300,6 +218,16 @@ def _pruned(mix: Mixture, parts: Parts, fixed: Fixed, phi: Tensor) -> Parts:
     q_zs = posterior.expert_marginal(phi, fixed["shares"])
     keep = prune.kept(q_zs, mix.settings.eta, parts.held)
     return parts._replace(experts={k: parts.experts[k] for k in keep})
+
+
+def _with_full_steps(parts: Parts, q: Tensor, weight: Tensor) -> Parts:
+    """The parts, with gradients of experts, and not of what they share, as long as full steps make them.
+
+    Everybody's q sums to one over experts, so what is shared steps as one model would. q: as it was before the mini-batch.
+    """
+    times = objective.longer(q[..., parts.held], weight)
+    experts = {k: objective.scaled_gradients(expert, times) for k, expert in parts.experts.items()}
+    return parts._replace(experts=experts, stacked=objective.scaled_gradients(parts.stacked, times))
 
 
 def _points_that_matter(mix: Mixture, phi: Tensor, keep: list[int], c: Tensor) -> Tensor | None:
@@ -395,7 +323,7 @@ def select(mix: Mixture, extras: Extras, client: int) -> list[int]:
 def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     """Adam on Delta_phi, then back to the simplex. Rows that nobody in the cohort holds keep value and Adam state."""
     if mix.arriving:
-        return extras | _after_evidence(mix, extras, seen)
+        return extras | fedmix_evidence.after_evidence(mix, extras, seen)
     if not mix.shares_phi:
         return extras
     phi, opt, held = extras["phi"], extras["phi_opt"], seen.touched["phi"]
@@ -407,21 +335,6 @@ def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     for part, tensors in stepped_opt.items():
         new_opt[part] = {"phi": keep_rows(held, tensors["phi"], opt[part]["phi"])}
     return extras | {"phi": keep_rows(held, new_phi, phi), "phi_opt": new_opt}
-
-
-def _after_evidence(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
-    """What evidence changes at the server: its spread, everybody's evidence, and phi.
-
-    phi goes half of the way to the mean of what clients return: p(z) of this round weighs on the evidence of the next one, and
-    without that it would swing to and fro.
-    """
-    changed: Extras = {"spread": seen.mean["evidence"].sqrt().to(extras["spread"].dtype)}
-    if mix.pools:
-        changed["r"] = seen.mean["r"].to(extras["r"].dtype)
-    if mix.shares_phi:
-        phi = extras["phi"]
-        changed["phi"] = keep_rows(seen.touched["phi"], (phi + seen.mean["phi"].to(phi.dtype)) / 2, phi)
-    return changed
 
 
 def remember(extras: Extras, clients: Sequence[int], fields: Params) -> Extras:

@@ -1,6 +1,6 @@
 """The settings of FedMix. They check themselves when they are made; the comment behind each is its documentation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedmix.core.settings import require
 from fedmix.errors import SettingError, one_of
@@ -20,6 +20,16 @@ class FedmixSettings:
         64.0  # points that everybody's evidence counts as beside a client's, where c is not the client
     )
     evidence_temperature: float = 0.15  # of "arriving", in units of the spread of clients' evidence in the last round
+    shared: str | list[str] = (
+        "none"  # parameters that all experts share: "none", "all-but-output", or names and patterns
+    )
+    factor_layers: list[str] = field(
+        default_factory=list
+    )  # layers whose weight is shared but for factors of each expert
+    rank: int = 8  # of what an expert adds to the weights of factor_layers; 0: factors of their rows and columns
+    expert_dropout: float = (
+        0.0  # an expert is not sent to a client with at most this chance, the more the less it is used
+    )
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
     beta_start: float = 0.0  # beta in round 1; it goes to `beta` in equal steps. 0: no schedule, as in the paper
     beta_rounds: int = 10  # how many rounds that takes
@@ -73,11 +83,17 @@ class FedmixSettings:
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
         require(0 <= self.phi_floor < 1 / self.slots, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
         require(0 <= self.skip_below < 1, "fedmix.skip_below", "in [0, 1)", self.skip_below)
+        require(self.rank >= 0, "fedmix.rank", "1 or more, or 0 for factors of rows and columns", self.rank)
+        require(0 <= self.expert_dropout < 1, "fedmix.expert_dropout", "in [0, 1)", self.expert_dropout)
+        must = "0 with fedmix.expert_dropout: both leave experts out"
+        require(not self.expert_dropout or not self.eta, "fedmix.eta", must, self.eta)
 
     def _check_skip_below(self) -> None:
         must = "false with fedmix.skip_below: else the gate's loss reaches every expert on every point"
         require(not self.gate_through_features, "fedmix.gate_through_features", must, self.gate_through_features)
         require(self.objective == "bound", "fedmix.objective", "'bound' with fedmix.skip_below", self.objective)
+        must = "'none', without fedmix.factor_layers, with fedmix.skip_below: what is shared learns from every point"
+        require(self.shared == "none" and not self.factor_layers, "fedmix.shared", must, self.shared)
 
     def _check_choices(self) -> None:
         for name, known in _CHOICES.items():
@@ -91,6 +107,8 @@ class FedmixSettings:
         must = "'arriving' with fedmix.experts = 'auto'"
         require(self.evidence == "arriving", "fedmix.evidence", must, self.evidence)
         require(self.eta == 0, "fedmix.eta", "0 with fedmix.experts = 'auto'", self.eta)
+        must = "0 with fedmix.experts = 'auto': how well each expert fits a client must be known"
+        require(self.expert_dropout == 0, "fedmix.expert_dropout", must, self.expert_dropout)
         require(self.phi == "global", "fedmix.phi", "'global' with fedmix.experts = 'auto'", self.phi)
 
     def _check_direct(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedmix.core.method import Method, Setup
+from fedmix.core.model import Model
 from fedmix.core.settings import PrivacySettings, ServerSettings
 
 
@@ -17,6 +18,11 @@ def nothing_to_check(settings: Any, server: ServerSettings, protection: PrivacyS
     """Every combination of settings is fine."""
 
 
+def model_as_it_is(model: Model, settings: Any) -> Model:
+    """The method needs nothing of the model beside its parameters."""
+    return model
+
+
 @dataclass(frozen=True)
 class Page:
     """A method, as recipes name it.
@@ -26,6 +32,7 @@ class Page:
     settings: a frozen dataclass of what a recipe may set, with defaults.
     paper: where it comes from.
     check: (settings, server, protection) -> None: it refuses settings that do not go together before anything is built.
+    model: (model, settings) -> the model with what the method adds to it, such as factors of its weights.
     """
 
     title: str
@@ -33,3 +40,4 @@ class Page:
     settings: type = NoSettings
     paper: str = ""
     check: Callable[[Any, ServerSettings, PrivacySettings], None] = nothing_to_check
+    model: Callable[[Model, Any], Model] = model_as_it_is

@@ -104,7 +104,7 @@ def rounds(
     for t in range(state.round + 1, last + 1):
         began = time.perf_counter()
         chosen = cohort(seed, t, clients, per_round or clients)
-        tasks = [Task("train", t, s, algorithm.broadcast(state, s)) for s in chosen]
+        tasks = [Task("train", t, s, algorithm.broadcast(state, s, training=True)) for s in chosen]
         about_to_ask(t, chosen)
         answers = _ask(algorithm, engine, tasks, server)
         _refuse_too_few(t, answers, len(chosen), server.min_replies)

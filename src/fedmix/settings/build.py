@@ -64,7 +64,7 @@ def build(
     built = build_model(recipe.model, example, federation.classes, model, recipe.training.precision)
     method_page = find_page(recipe.algorithm, page)
     algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, method_page)
-    return Experiment(recipe, federation, built, algorithm, method_page)
+    return Experiment(recipe, federation, algorithm.setup.model, algorithm, method_page)
 
 
 def revive(
@@ -75,7 +75,8 @@ def revive(
     built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision)
     method_page = find_page(recipe.algorithm, page)
     clients, categories = len(about["clients"]), about["categories"]
-    return built, build_algorithm(recipe, built, clients, categories, example, method_page)
+    algorithm = build_algorithm(recipe, built, clients, categories, example, method_page)
+    return algorithm.setup.model, algorithm
 
 
 def find_page(name: str, given: Page | None = None) -> Page:
@@ -115,7 +116,7 @@ def build_algorithm(
         settings = settings_from(page.settings, settings, "own")
         page.check(settings, recipe.server, recipe.privacy)
     setup = Setup(
-        model,
+        page.model(model, settings),
         clients,
         categories,
         recipe.rounds,

@@ -1,0 +1,301 @@
+"""FedMix whose experts share layers, differ by factors, or are left out of a client's round by chance."""
+
+import pytest
+import torch
+from conftest import fedmix as command_line
+from conftest import small_experiment
+from conftest import train_serially as train_all_rounds
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedmix.core.mixture import ClientModule
+from fedmix.core.tree import flatten, nbytes
+from fedmix.core.types import Reply
+from fedmix.errors import ModelError, SettingError
+from fedmix.rng import stream
+from fedmix.testing import check_method
+
+OUTPUT = {"fedmix.shared": "all-but-output"}
+FACTORS = {"fedmix.factor_layers": ["fc1"], "fedmix.rank": 2}
+ROWS = {"fedmix.factor_layers": ["fc1"], "fedmix.rank": 0}
+CHOICES = {
+    "output": OUTPUT,
+    "names": {"fedmix.shared": ["fc1.weight", "out.bias"]},
+    "pattern": {"fedmix.shared": ["fc*"]},
+    "layer": {"fedmix.shared": ["fc1"]},
+    "factors": FACTORS,
+    "rows and columns": ROWS,
+    "factors and output": {**FACTORS, **OUTPUT},
+}
+
+
+def train_serially(experiment):
+    """The state after the last round, and the clients' private states."""
+    steps, privates = train_all_rounds(experiment)
+    return steps[-1].state, privates
+
+
+def weights_of(state):
+    return {name: value for name, value in flatten(state).items() if name.startswith(("shared", "experts."))}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_one_expert_is_fedavg_whatever_it_shares(choice):
+    one, _ = train_serially(small_experiment(**CHOICES[choice], **{"fedmix.experts": 1}))
+    plain, _ = train_serially(small_experiment("fedavg"))
+    weights = {**one.shared, **one.experts[0]}
+    assert weights.keys() == plain.shared.keys()
+    for name, value in plain.shared.items():
+        assert torch.allclose(weights[name], value, atol=1e-6)
+
+
+def test_with_everything_shared_it_is_fedavg():
+    everything, _ = train_serially(small_experiment(**{"fedmix.shared": ["*"]}))
+    plain, _ = train_serially(small_experiment("fedavg"))
+    for name, value in plain.shared.items():
+        assert torch.equal(everything.shared[name], value)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_law_holds_whatever_is_shared(choice):
+    settings = {key.removeprefix("fedmix."): value for key, value in CHOICES[choice].items()}
+    assert len(check_method("fedmix", experts=3, **settings)) == 10
+
+
+@pytest.mark.parametrize("more", [{"eta": 0.9}, {"full_steps": True}, {"evidence": "arriving"}])
+def test_every_law_holds_with_what_else_there_is(more):
+    if "eta" in more:
+        # sums are refused with pruning, and so the law about them does not apply
+        experiment = small_experiment(**OUTPUT, **{"fedmix.eta": 0.9, "fedmix.gamma": 0.3})
+        state, _ = train_serially(experiment)
+        assert state.shared
+        return
+    assert len(check_method("fedmix", shared="all-but-output", **more)) == 10
+
+
+def test_the_gradient_of_what_is_shared_is_that_of_the_bound():
+    """One step on all points, against a loop in float64 over points and experts."""
+    changes = {"training.batch_size": 100, "training.client_lr": 0.1, "fedmix.gamma": 0.5, "training.epochs": 1}
+    experiment = small_experiment(**OUTPUT, **changes)
+    algorithm, data = experiment.algorithm, experiment.federation.examples(1, "train")
+    message = algorithm.broadcast(algorithm.init(0), 1)
+    private = algorithm.new_client(0)
+    reply, _ = algorithm.client_update(message, private, data, stream(0), None)
+    parts = algorithm.client.parts(message, private)
+    leaf = {name: value.double().requires_grad_() for name, value in parts.shared.items()}
+    heads = [{n: v.double().requires_grad_() for n, v in parts.experts[k].items()} for k in range(3)]
+    losses = []
+    phi = reply.tensors["phi"].double()  # as it was after the only mini-batch, which the loss used
+    for x, y, c in zip(data.x.double(), data.y.tolist(), data.c.tolist(), strict=True):
+        h = torch.relu(leaf["fc1.weight"] @ x + leaf["fc1.bias"])
+        for k, head in enumerate(heads):
+            log_p = torch.log_softmax(head["out.weight"] @ h + head["out.bias"], dim=0)
+            losses.append(-phi[c, k] * (log_p[y] - torch.log(torch.tensor(3.0))) / len(data))
+    total = torch.stack(losses).sum()
+    total.backward()
+    for name, value in leaf.items():
+        assert torch.allclose(reply.tensors[name].double(), value.detach() - 0.1 * value.grad, atol=1e-6)
+    for k, head in enumerate(heads):
+        for name, value in head.items():
+            got = reply.tensors[f"expert.{k}.{name}"].double()
+            assert torch.allclose(got, value.detach() - 0.1 * value.grad, atol=1e-6)
+
+
+def test_full_steps_are_those_of_experts_and_not_of_what_they_share():
+    """With equal shares every expert steps as far as one model would; what is shared steps as it does without."""
+    changes = {"training.batch_size": 100, "fedmix.gamma": 1.0, "fedmix.gate_through_features": False}
+    moved = {}
+    for full in (False, True):
+        experiment = small_experiment(**OUTPUT, **changes, **{"fedmix.full_steps": full})
+        algorithm = experiment.algorithm
+        message = algorithm.broadcast(algorithm.init(0), 0)
+        data = experiment.federation.examples(0, "train")
+        reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, stream(0), None)
+        moved[full] = {name: reply.tensors[name] - message.tensors[name] for name in message.tensors if name != "phi"}
+    for name, value in moved[False].items():
+        times = 3.0 if name.startswith("expert.") else 1.0
+        assert torch.allclose(moved[True][name], times * value, atol=1e-6)
+
+
+def test_what_is_shared_is_computed_once():
+    """FLOP of a mini-batch: with four output layers little more than FedAvg's, with four experts four times as many."""
+    flop = {}
+    for name, algorithm, changes in (
+        ("fedavg", "fedavg", {}),
+        ("shared", "fedmix", OUTPUT),
+        ("whole", "fedmix", {}),
+    ):
+        sizes = {"model.hidden": [256, 16], "fedmix.experts": 4} if algorithm == "fedmix" else {"model.hidden": [256, 16]}
+        experiment = small_experiment(algorithm, **sizes, **changes)
+        method = experiment.algorithm
+        message = method.broadcast(method.init(0), 0)
+        with FlopCounterMode(display=False) as counter:
+            method.client_update(
+                message, method.new_client(0), experiment.federation.examples(0, "train"), stream(0), 1
+            )
+        flop[name] = counter.get_total_flops()
+    assert flop["shared"] < 1.15 * flop["fedavg"]
+    assert flop["whole"] > 3.9 * flop["fedavg"]
+
+
+def test_bytes_are_what_the_placement_says():
+    experiment = small_experiment(**OUTPUT)
+    algorithm = experiment.algorithm
+    message = algorithm.broadcast(algorithm.init(0), 0)
+    beside = algorithm.layout.unpack(message.tensors).beside
+    hidden, output = 8 * 2 + 8, 3 * 8 + 3
+    assert message.nbytes - nbytes(beside) == 4 * (hidden + 3 * output)
+    algorithm = small_experiment(**FACTORS, **OUTPUT).algorithm
+    message = algorithm.broadcast(algorithm.init(0), 0)
+    up = 8 * 2  # the other factor is the same for all and never crosses the wire
+    assert message.nbytes - nbytes(beside) == 4 * (hidden + 3 * (output + up))
+
+
+def test_the_mean_of_products_is_the_product_of_means():
+    """Clients train one of the two factors, so that averaging factors averages weights."""
+    experiment = small_experiment(**FACTORS, **{"server.optimizer": "average", "fedmix.gamma": 1.0})
+    algorithm = experiment.algorithm
+    assert [name for name in algorithm.layout.frozen if name.endswith("down")] == ["fc1.weight.down"]
+    state = algorithm.init(0)
+    replies, weights = [], []
+    for s in range(4):
+        data = experiment.federation.examples(s, "train")
+        message = algorithm.broadcast(state, s)
+        reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, stream(0, s), None)
+        replies.append(Reply(s, reply))
+        weights.append(len(data))
+    after, _ = algorithm.server_update(state, replies)
+    down = algorithm.client.frozen["fc1.weight.down"]
+    for k in range(3):
+        products = [
+            n * (reply.message.tensors[f"expert.{k}.fc1.weight.up"] @ down)
+            for n, reply in zip(weights, replies, strict=True)
+        ]
+        assert torch.allclose(after.experts[k]["fc1.weight.up"] @ down, sum(products) / sum(weights), atol=1e-6)
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.drop = nn.Dropout(0.3)
+        self.fc = nn.Linear(4 * 16, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.fc(self.drop(self.conv(x).relu()).flatten(1)).relu())
+
+
+def test_convolutions_are_shared_by_a_pattern_and_dropout_is_no_obstacle():
+    from fedmix.data.federation import Federation
+
+    rng = torch.Generator().manual_seed(0)
+    sites = {f"s{s}": {"x": torch.randn(20, 1, 6, 6, generator=rng).numpy(), "y": [0, 1, 2, 1] * 5} for s in range(2)}
+    federation = Federation.from_clients(sites)
+    experiment = small_experiment(federation=federation, model=Convolutional, **{"fedmix.shared": ["conv"]})
+    layout = experiment.algorithm.layout
+    assert layout.shared == ["conv.weight", "conv.bias"]
+    assert experiment.model.stacks(layout.expert)
+    first, _ = train_serially(experiment)
+    again, _ = train_serially(experiment)
+    for name, value in flatten(first).items():
+        assert torch.equal(value, flatten(again)[name])
+    # whole convolutions of experts' own are quicker one after the other
+    assert not experiment.model.stacks(["conv.weight", "out.weight"])
+
+
+# -- left out by chance --------------------------------------------------------------------------------------------------
+
+DROPOUT = {"fedmix.expert_dropout": 0.6}
+
+
+def with_known_use(experiment):
+    """A state in which clients use experts differently."""
+    state = experiment.algorithm.init(0)
+    state.extras["q_zs"] = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [0.5, 0.4, 0.1]])
+    state.extras["phi"] = torch.tensor([[0.6, 0.3, 0.1]]).repeat(3, 1)
+    return state
+
+
+def test_experts_are_left_out_the_more_the_less_they_are_used():
+    experiment = small_experiment(**DROPOUT)
+    algorithm, state = experiment.algorithm, with_known_use(experiment)
+    sent = torch.zeros(4, 3)
+    for t in range(400):
+        in_round = type(state)(**{**state.__dict__, "round": t})
+        for s in range(4):
+            held = list(algorithm.layout.unpack(algorithm.broadcast(in_round, s, training=True).tensors).experts)
+            sent[s, held] += 1
+    q = state.extras["q_zs"]
+    wanted = 1 - 0.6 * (1 - q / q.max(dim=1, keepdim=True).values)
+    assert torch.allclose(sent / 400, wanted, atol=0.09)
+    assert bool((sent.max(dim=1).values == 400).all())
+    everything = algorithm.layout.unpack(algorithm.broadcast(state, 0).tensors).experts
+    assert list(everything) == [0, 1, 2]  # an evaluation leaves nothing out
+
+
+def test_what_comes_back_has_the_same_mean_as_with_all_experts():
+    """Over every way in which experts may be left out, weighed by its chance, against all of them."""
+    experiment = small_experiment(**DROPOUT)
+    server, state = experiment.algorithm.server, with_known_use(experiment)
+    q, n = state.extras["q_zs"], torch.tensor([24.0, 28.0, 32.0, 36.0])
+    chances = server._chances(state, [0, 1, 2, 3])
+    all_there = torch.ones(4, 3, dtype=torch.bool)
+    updates = torch.randn(4, generator=torch.Generator().manual_seed(0)).double()
+    k = 1
+    mean = 0.0
+    for pattern in range(16):
+        returned = all_there.clone()
+        returned[:, k] = torch.tensor([bool(pattern >> s & 1) for s in range(4)])
+        chance = torch.where(returned[:, k], chances[:, k], 1 - chances[:, k]).prod()
+        mean += float(chance * (server._expert_weights(q, n, returned, chances)[:, k] @ updates))
+    whole = server._expert_weights(q, n, all_there, None)[:, k] @ updates
+    assert mean == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_fewer_bytes_cross_the_wire_and_a_run_repeats():
+    state, _ = train_serially(small_experiment(**DROPOUT, **{"rounds": 6, "fedmix.gamma": 0.1}))
+    again, _ = train_serially(small_experiment(**DROPOUT, **{"rounds": 6, "fedmix.gamma": 0.1}))
+    for name, value in weights_of(state).items():
+        assert torch.equal(value, weights_of(again)[name])
+    experiment = small_experiment(**DROPOUT)
+    algorithm, known = experiment.algorithm, with_known_use(experiment)
+    sizes = [algorithm.broadcast(known, s, training=True).nbytes for s in range(4)]
+    assert min(sizes) < algorithm.broadcast(known, None).nbytes
+
+
+# -- what is refused, what is exported -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fedmix.shared": ["fc7"]}, "no parameter is called 'fc7'. There are: fc1.weight"),
+        ({"fedmix.factor_layers": ["fc7"]}, "no layer is called 'fc7'. There are: fc1, out"),
+        ({"fedmix.rank": -1}, "fedmix.rank must be 1 or more, or 0"),
+        ({"fedmix.expert_dropout": 1.0}, "fedmix.expert_dropout must be in"),
+        ({"fedmix.expert_dropout": 0.5, "fedmix.eta": 0.5}, "both leave experts out"),
+        ({"fedmix.expert_dropout": 0.5, "server.aggregation": "linear"}, "the server does not see who uses which"),
+        ({"fedmix.expert_dropout": 0.5, "fedmix.experts": "auto", "fedmix.evidence": "arriving"}, "must be known"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises((SettingError, ModelError), match=message):
+        small_experiment(**changes)
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path):
+    done = command_line("train", "digits-permutation", "--set", "fedmix.shared=fc9", "--out", str(tmp_path / "r"))
+    assert done.returncode == 2
+    assert "no parameter is called 'fc9'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("choice", ["output", "factors", "rows and columns"])
+def test_a_module_predicts_what_its_client_does(choice):
+    experiment = small_experiment(**CHOICES[choice])
+    state, privates = train_serially(experiment)
+    algorithm, x = experiment.algorithm, experiment.federation.x[:5]
+    message = algorithm.broadcast(state, 0)
+    module = ClientModule(algorithm, message, privates[0]).eval()
+    assert torch.allclose(module(x), algorithm.predict(message, privates[0], x), atol=1e-6)
