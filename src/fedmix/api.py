@@ -28,6 +28,7 @@ from fedmix.running.directory import RunDirectory
 from fedmix.running.files import write_json
 from fedmix.running.grids import Point, Train, comparison_points, sweep_points, train_points
 from fedmix.running.loggers import check_tools, logging_to
+from fedmix.running.pilot import settled
 from fedmix.running.run import Watch, refuse_what_cannot_run, run
 from fedmix.running.where import Where
 from fedmix.schema import AuditFile, EvaluationFile, Summary
@@ -118,6 +119,7 @@ def train_recipe(
 ) -> Summary:
     """Train one recipe into one directory, and give back its summary. Everything that trains calls this."""
     tools = check_tools(log)
+    recipe = settled(recipe, where, (given.federation, given.model, given.page), data_dir, out, resume)
     experiment = build(recipe, given.federation, given.model, data_dir, given.page)
     for words in _words_on_start(experiment, given.model):
         listeners.warn(words)

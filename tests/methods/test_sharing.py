@@ -1,5 +1,7 @@
 """FedMix whose experts share layers, differ by factors, or are left out of a client's round by chance."""
 
+import json
+
 import pytest
 import torch
 from conftest import fedmix as command_line
@@ -12,7 +14,10 @@ from fedmix.core.mixture import ClientModule
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Reply
 from fedmix.errors import ModelError, SettingError
+from fedmix.methods.fedmix_settings import FedmixSettings
+from fedmix.methods.fedmix_sharing import decide
 from fedmix.rng import stream
+from fedmix.settings.reading import read_recipe
 from fedmix.testing import check_method
 
 OUTPUT = {"fedmix.shared": "all-but-output"}
@@ -125,7 +130,9 @@ def test_what_is_shared_is_computed_once():
         ("shared", "fedmix", OUTPUT),
         ("whole", "fedmix", {}),
     ):
-        sizes = {"model.hidden": [256, 16], "fedmix.experts": 4} if algorithm == "fedmix" else {"model.hidden": [256, 16]}
+        sizes = (
+            {"model.hidden": [256, 16], "fedmix.experts": 4} if algorithm == "fedmix" else {"model.hidden": [256, 16]}
+        )
         experiment = small_experiment(algorithm, **sizes, **changes)
         method = experiment.algorithm
         message = method.broadcast(method.init(0), 0)
@@ -299,3 +306,64 @@ def test_a_module_predicts_what_its_client_does(choice):
     message = algorithm.broadcast(state, 0)
     module = ClientModule(algorithm, message, privates[0]).eval()
     assert torch.allclose(module(x), algorithm.predict(message, privates[0], x), atol=1e-6)
+
+
+# -- which layers --------------------------------------------------------------------------------------------------------
+
+
+def test_layers_on_which_clients_disagree_most_become_experts_within_the_budget():
+    model = small_experiment("fedavg", **{"model.hidden": [8, 8]}).model
+    names = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    sizes = {"fc1": 24, "fc2": 72, "out": 27}
+
+    def chosen(budget, disagree):
+        divergence = dict.fromkeys(model.names, 0.1) | {f"{disagree}.{part}": 0.4 for part in ("weight", "bias")}
+        return decide(FedmixSettings(shared="auto", budget=budget, experts=3), model, divergence).shared
+
+    def cost(*layers):
+        return 1 + 2 * sum(sizes[layer] for layer in layers) / sum(sizes.values())
+
+    assert chosen(cost("out"), "fc1") == names
+    assert chosen(cost("out", "fc1"), "fc1") == names[2:]
+    assert chosen(cost("out", "fc2"), "fc2") == names[:2]
+    assert chosen(cost("out", "fc1"), "fc2") == names[2:]  # the one that fits
+    assert chosen(3.0, "fc2") == "none"
+    with pytest.raises(SettingError, match=r"fedmix.budget must be 1.44 or more with 3 experts"):
+        chosen(1.4, "fc1")
+
+
+def test_what_a_short_run_chose_is_in_the_recipe_and_stays_when_the_run_goes_on(tmp_path):
+    out = str(tmp_path / "r")
+    settings = ["--set", "fedmix.shared=auto", "--set", "fedmix.budget=2", "--out", out, "--quiet"]
+    done = command_line("train", "digits-skew", "--rounds", "2", *settings)
+    assert done.returncode == 0, done.stderr
+    chosen = read_recipe(out).fedmix.shared
+    assert chosen == ["fc1.weight", "fc1.bias"]
+    done = command_line("train", "digits-skew", "--rounds", "3", *settings, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert read_recipe(out).fedmix.shared == chosen
+    assert command_line("evaluate", out, "--quiet").returncode == 0
+
+
+def test_a_short_run_is_refused_where_single_clients_are_not_seen():
+    for more in ({"server.aggregation": "linear"}, {"privacy.noise": 1.0, "privacy.clip": 1.0}):
+        with pytest.raises(SettingError, match="the short run that decides sees single clients' updates"):
+            small_experiment(**{"fedmix.shared": "auto"}, **more)
+
+
+def test_a_plan_compares_what_may_be_shared():
+    done = command_line("plan", "digits-skew", "--shared", "--json", "--set", "model.hidden=[16,8]")
+    rows = json.loads(done.stdout)
+    assert [row["shared"] for row in rows] == ["FedAvg", "nothing", "fc1", "all but output"]
+    weights = [row["bytes"]["weights_per_round"] for row in rows]
+    first, second, output = 64 * 16 + 16, 16 * 8 + 8, 8 * 10 + 10
+    one = first + second + output
+    wanted = [one, 4 * one, first + 4 * (second + output), first + second + 4 * output]
+    assert [count / weights[0] for count in weights] == pytest.approx([count / one for count in wanted])
+    computed = [row["flop_per_round"] for row in rows]
+    assert computed[1] > computed[2] > computed[3] > computed[0]
+    table = command_line("plan", "digits-skew", "--shared").stdout
+    assert "all but output" in table
+    refused = command_line("plan", "digits-skew", "--shared", "--algorithm", "fedavg")
+    assert refused.returncode == 2
+    assert "fedavg has no such setting" in refused.stderr

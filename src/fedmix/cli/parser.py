@@ -169,6 +169,11 @@ def _commands_before_training(commands: Any) -> None:
     plan.add_argument(
         "--workers", type=int, metavar="N", help="how many clients train side by side (default: all cores)"
     )
+    plan.add_argument(
+        "--shared",
+        action="store_true",
+        help="compare what it costs when FedMix's experts share nothing, more and more layers, or all but the output layer",
+    )
 
     split = _command(
         commands, "split", results.split, "draw who holds what: clients by classes, as a table and a picture"

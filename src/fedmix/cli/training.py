@@ -148,11 +148,18 @@ def _show_sweep(result: Any, out: Path, as_json: bool) -> None:
 
 
 def plan(args: Any) -> int:
-    from fedmix.report.tables import plan_table
-    from fedmix.running.plan import plan_recipe
+    from fedmix.report.tables import plan_table, sharing_table
+    from fedmix.running.plan import plan_recipe, plan_sharing
     from fedmix.settings.reading import read_recipe
 
     recipe = read_recipe(args.recipe, args.algorithm, changes(args), args.scale)
+    if args.shared:
+        rows = plan_sharing(recipe, args.data_dir, args.workers)
+        if args.json:
+            print(json.dumps(rows))
+        else:
+            show(sharing_table(rows))
+        return 0
     costs = plan_recipe(recipe, args.data_dir, args.workers)
     if args.json:
         print(json.dumps(costs))

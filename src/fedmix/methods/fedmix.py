@@ -134,10 +134,13 @@ def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacyS
     require(not settings.eta or server.aggregation != "linear", "fedmix.eta", must, settings.eta)
     dropout = settings.expert_dropout
     require(not dropout or server.aggregation != "linear", "fedmix.expert_dropout", must, dropout)
+    seen = not protection.noise and server.aggregation != "linear"
+    must = "named, not 'auto', with privacy.noise or sums: the short run that decides sees single clients' updates"
+    require(seen or settings.shared != "auto", "fedmix.shared", must, settings.shared)
 
 
 PAPER = "Reisser, Louizos, Gavves and Welling, 2021"
-PAGE = Page("FedMix", fedmix, FedmixSettings, PAPER, check, model=fedmix_sharing.with_factors)
+PAGE = Page("FedMix", fedmix, FedmixSettings, PAPER, check, fedmix_sharing.with_factors, fedmix_sharing.SETTLE)
 
 
 # -- a client ----------------------------------------------------------------------------------------------------------

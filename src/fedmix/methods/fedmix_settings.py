@@ -12,24 +12,15 @@ class FedmixSettings:
 
     experts: int | str = 4  # K, or "auto": begin with one, split and merge as clients need them, up to max_experts
     max_experts: int = 8  # with experts = "auto"
-    evidence: str = (
-        "batch"  # phi is drawn from the mini-batch, as in the paper; "arriving": from experts as they arrive
-    )
+    evidence: str = "batch"  # phi comes from the mini-batch, as in the paper; "arriving": from experts as they arrive
     evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
-    evidence_pool: float = (
-        64.0  # points that everybody's evidence counts as beside a client's, where c is not the client
-    )
+    evidence_pool: float = 64.0  # points that everybody's evidence counts as, where c is not the client
     evidence_temperature: float = 0.15  # of "arriving", in units of the spread of clients' evidence in the last round
-    shared: str | list[str] = (
-        "none"  # parameters that all experts share: "none", "all-but-output", or names and patterns
-    )
-    factor_layers: list[str] = field(
-        default_factory=list
-    )  # layers whose weight is shared but for factors of each expert
-    rank: int = 8  # of what an expert adds to the weights of factor_layers; 0: factors of their rows and columns
-    expert_dropout: float = (
-        0.0  # an expert is not sent to a client with at most this chance, the more the less it is used
-    )
+    shared: str | list[str] = "none"  # what experts share: "none", "all-but-output", "auto", or names of parameters
+    budget: float = 1.2  # with shared = "auto": the bytes that a round may send, in FedAvg rounds
+    factor_layers: list[str] = field(default_factory=list)  # layers whose weight is shared but for experts' factors
+    rank: int = 8  # of the factors in factor_layers; 0: factors of rows and columns
+    expert_dropout: float = 0.0  # the largest chance that an expert is not sent to a client: for one that it never uses
     beta: float = 0.8  # temperature of phi: below 1 experts specialise by themselves, above 1 on evidence only
     beta_start: float = 0.0  # beta in round 1; it goes to `beta` in equal steps. 0: no schedule, as in the paper
     beta_rounds: int = 10  # how many rounds that takes
@@ -83,6 +74,7 @@ class FedmixSettings:
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
         require(0 <= self.phi_floor < 1 / self.slots, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
         require(0 <= self.skip_below < 1, "fedmix.skip_below", "in [0, 1)", self.skip_below)
+        require(self.budget >= 1, "fedmix.budget", "1 FedAvg round or more", self.budget)
         require(self.rank >= 0, "fedmix.rank", "1 or more, or 0 for factors of rows and columns", self.rank)
         require(0 <= self.expert_dropout < 1, "fedmix.expert_dropout", "in [0, 1)", self.expert_dropout)
         must = "0 with fedmix.expert_dropout: both leave experts out"

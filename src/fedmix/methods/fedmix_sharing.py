@@ -3,7 +3,8 @@
 A shared tensor is trained on the bound like an expert's, and averaged with p(s).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from fedmix.core.model import Model
 from fedmix.core.placement import Place
 from fedmix.errors import SettingError
 from fedmix.methods.fedmix_settings import FedmixSettings
+from fedmix.methods.page import Settle
 
 
 def with_factors(model: Model, settings: FedmixSettings) -> Model:
@@ -49,7 +51,10 @@ def _shared(model: Model, choice: str | Sequence[str]) -> list[str]:
     if choice == "all-but-output":
         return [name for name in names if not name.startswith(f"{model.output}.")]
     if choice == "auto":
-        raise SettingError("fedmix.shared = 'auto' must be decided by `fedmix train` before the method is built.")
+        raise SettingError(
+            "fedmix.shared = 'auto' is decided by a short run before training, which a deployment does not have. Name what "
+            "experts share; `fedmix plan RECIPE --shared` lists what it costs."
+        )
     return _matching([choice] if isinstance(choice, str) else choice, names, "fedmix.shared", "parameter")
 
 
@@ -73,3 +78,63 @@ def chances(settings: FedmixSettings, extras: Extras, client: int) -> Tensor:
     """The chance that a client is sent each expert [K]: 1 for the one it uses most, less the less it uses one."""
     q_zs: Tensor = extras["q_zs"][client]
     return 1 - settings.expert_dropout * (1 - q_zs / q_zs.max())
+
+
+# -- chosen before round 1 ---------------------------------------------------------------------------------------------
+
+
+def is_open(settings: FedmixSettings) -> bool:
+    """Whether what experts share is still to be chosen."""
+    return settings.shared == "auto"
+
+
+def decide(settings: FedmixSettings, model: Model, divergence: Mapping[str, float]) -> FedmixSettings:
+    """Share all but the layers on which clients disagree most, as many of those as the budget of bytes allows.
+
+    The output layer is always each expert's own: without it the gate would have nothing to choose between.
+    """
+    sizes = _trained_sizes(model)
+    whole = sum(sum(tensors.values()) for tensors in sizes.values())
+
+    def cost(layers: Iterable[str]) -> float:
+        """Bytes of a round, in FedAvg rounds."""
+        of_experts = sum(sum(sizes[layer].values()) for layer in layers)
+        return 1 + (settings.slots - 1) * of_experts / whole
+
+    experts = [layer for layer in sizes if layer == model.output or layer.startswith(f"{model.output}.")]
+    if cost(experts) > settings.budget:
+        raise SettingError(
+            f"fedmix.budget must be {cost(experts):.2f} or more with {settings.slots} experts and this model: their output "
+            f"layers alone cost that many FedAvg rounds. Got {settings.budget:g} instead."
+        )
+    others = [layer for layer in sizes if layer not in experts]
+    others.sort(key=lambda layer: _mean_divergence(layer, sizes[layer], divergence), reverse=True)
+    for layer in others:
+        if cost([*experts, layer]) <= settings.budget:
+            experts.append(layer)
+    shared = [f"{layer}.{name}" for layer, tensors in sizes.items() if layer not in experts for name in tensors]
+    return replace(settings, shared=shared or "none")
+
+
+def _trained_sizes(model: Model) -> dict[str, dict[str, int]]:
+    """How many numbers each trained tensor of each layer has."""
+    sizes: dict[str, dict[str, int]] = {}
+    for name, value in model.template.items():
+        if name not in model.frozen:
+            layer, _, inside = name.rpartition(".")
+            sizes.setdefault(layer, {})[inside] = value.numel()
+    return sizes
+
+
+def _mean_divergence(layer: str, tensors: Mapping[str, int], divergence: Mapping[str, float]) -> float:
+    """The divergence of a layer: that of its tensors, weighted by how many numbers they have."""
+    total = sum(tensors.values())
+    return sum(count / total * divergence[f"{layer}.{name}"] for name, count in tensors.items())
+
+
+def keep(settings: FedmixSettings, before: FedmixSettings) -> FedmixSettings:
+    """What the run that is resumed chose to share."""
+    return replace(settings, shared=before.shared)
+
+
+SETTLE = Settle(is_open, decide, keep)

@@ -1,6 +1,6 @@
 """What a method's file holds: its title, its settings, and how it is built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,20 @@ def model_as_it_is(model: Model, settings: Any) -> Model:
 
 
 @dataclass(frozen=True)
+class Settle:
+    """Settings that a short run of FedAvg decides before round 1.
+
+    wanted: (settings) -> whether something is to be decided.
+    decide: (settings, model, divergence of each parameter between clients) -> settings in which it is decided.
+    keep: (settings, those of the run that is resumed) -> settings with what that run decided.
+    """
+
+    wanted: Callable[[Any], bool]
+    decide: Callable[[Any, Model, Mapping[str, float]], Any]
+    keep: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Page:
     """A method, as recipes name it.
 
@@ -33,6 +47,7 @@ class Page:
     paper: where it comes from.
     check: (settings, server, protection) -> None: it refuses settings that do not go together before anything is built.
     model: (model, settings) -> the model with what the method adds to it, such as factors of its weights.
+    settle: for settings that are to be chosen before round 1; None: there are none.
     """
 
     title: str
@@ -41,3 +56,4 @@ class Page:
     paper: str = ""
     check: Callable[[Any, ServerSettings, PrivacySettings], None] = nothing_to_check
     model: Callable[[Model, Any], Model] = model_as_it_is
+    settle: "Settle | None" = None

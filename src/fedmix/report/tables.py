@@ -209,6 +209,34 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def sharing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What FedMix will cost for each choice of what its experts share; the first row is FedAvg's."""
+    base = rows[0]
+    table = Table(title=Text(f"{base['recipe']}: a round when FedMix's experts share"))
+    for column in ("shared", "sent", "computation", "memory of a worker", "time"):
+        table.add_column(column, justify="left" if column == "shared" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*_sharing_row(row, base))
+    table.caption = Text(
+        "x: times FedAvg. Choose with --set fedmix.shared=all-but-output, or a list of layers: "
+        "--set 'fedmix.shared=[\"conv1\"]'"
+    )
+    return table
+
+
+def _sharing_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    sent, of_base = (
+        sum(costs["bytes"][f"{what}_per_round"] for what in ("weights", "posterior")) for costs in (row, base)
+    )
+    return [
+        row["shared"],
+        f"{size(sent)} ({sent / of_base:.2f} x)",
+        f"{row['flop_per_round'] / 1e9:,.2f} GFLOP ({row['flop_per_round'] / base['flop_per_round']:.2f} x)",
+        size(row["memory"]["worker"]),
+        f"{duration(row['seconds_per_round'])} ({row['seconds_per_round'] / base['seconds_per_round']:.2f} x)",
+    ]
+
+
 def _number(value: OverSeeds | None) -> str:
     if value is None or value["mean"] is None:
         return "-"

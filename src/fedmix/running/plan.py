@@ -7,7 +7,7 @@ computes and holds is counted.
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from fedmix.settings.recipe import Recipe
 
 # A client's step is repeated for this long to see how long it takes.
 MEASURE_SECONDS = 2.0
+MOST_CHOICES = 6  # of layers to share, in a model of many
+FEDAVG = "fedavg"
 NOTE = "without pruning and evaluation; time estimated from a short measurement on this machine"
 GROWING = "; with the experts that there are at first: each further one costs as much again"
 
@@ -53,6 +55,37 @@ def plan_recipe(recipe: Recipe, data_dir: str | None = None, workers: int | None
         costs = plan(build(recipe, federation), workers)
         note = f"{costs['note']}; {recipe.data.source} is not here, its published sizes were used: {missing}"
         return costs | {"note": note}
+
+
+def plan_sharing(recipe: Recipe, data_dir: str | None = None, workers: int | None = None) -> list[dict[str, Any]]:
+    """What FedMix costs for each choice of what its experts share, layer by layer from the input; FedAvg's costs are first."""
+    if not hasattr(recipe.method_settings, "shared"):
+        raise SettingError(f"--shared needs a method whose experts may share. {recipe.algorithm} has no such setting.")
+    rows = [{"shared": "FedAvg", "setting": "", **plan_recipe(replace(recipe, algorithm=FEDAVG), data_dir, workers)}]
+    for words, setting in _choices(recipe, data_dir):
+        settings = replace(recipe.method_settings, shared=setting)
+        costs = plan_recipe(recipe.with_method_settings(settings), data_dir, workers)
+        rows.append({"shared": words, "setting": setting, **costs})
+    return rows
+
+
+def _choices(recipe: Recipe, data_dir: str | None) -> list[tuple[str, Any]]:
+    """In words and as a setting: nothing, the first layer, the first two, ... and all but the output layer."""
+    plain = replace(recipe, algorithm=FEDAVG)
+    try:
+        experiment = build(plain, data_dir=data_dir)
+    except DataMissing:
+        experiment = build(plain, build_federation(recipe.data, recipe.seed, only_sizes=True))
+    model = experiment.model
+    layers = model.layers_in_order(model.template, experiment.algorithm.setup.example)
+    inner = [layer for layer in layers if layer != model.output and not layer.startswith(f"{model.output}.")]
+    if not inner:
+        return [("nothing", "none")]
+    some = [(", ".join(inner[:count]), inner[:count]) for count in range(1, len(inner))]
+    if len(some) > MOST_CHOICES:
+        some = [some[round(i * (len(some) - 1) / (MOST_CHOICES - 1))] for i in range(MOST_CHOICES)]
+        some = [(f"{layers[0]} to {layers[-1]}", layers) for _, layers in some]
+    return [("nothing", "none"), *some, ("all but output", "all-but-output")]
 
 
 def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:

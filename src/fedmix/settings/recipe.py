@@ -1,7 +1,7 @@
 """A recipe: frozen settings that are checked when they are made. `reading` makes a recipe from a TOML file."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedmix.catalogue import CATALOGUE, SECTIONS
@@ -209,6 +209,11 @@ class Recipe:
         if not section:
             return shipped_page(self.algorithm).settings()
         return getattr(self, section)
+
+    def with_method_settings(self, settings: Any) -> "Recipe":
+        """The same recipe with other settings of its shipped method."""
+        section = CATALOGUE[self.algorithm].section
+        return replace(self, sections={**self.sections, section: settings})
 
     def __getattr__(self, name: str) -> Any:
         """The settings of a shipped method by the name of its section: recipe.fedmix."""
