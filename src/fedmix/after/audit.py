@@ -17,6 +17,7 @@ from fedmix.after import leakage
 from fedmix.after.leakage import Vector
 from fedmix.after.options import Options, Stages, nobody
 from fedmix.after.restore import Restored
+from fedmix.core.method import VECTORS
 from fedmix.core.optim import rate_factor
 from fedmix.core.placement import wire_name
 from fedmix.core.privacy import summed
@@ -83,7 +84,8 @@ class _Audit:
         self.everybody = range(len(self.federation))
         self.chosen = options.sample(len(self.federation), self.recipe.seed)
         self.labels = self._marginals(self.federation.y, self.federation.classes)
-        self.sides = self._marginals(self.federation.c, self.federation.categories)
+        # shares of c, where c is a category
+        self.sides = {} if self.is_vector else self._marginals(self.federation.c, self.federation.categories)
         self.linear = self.recipe.server.aggregation == "linear"
         self.notes: dict[str, str] = {}
         if self.recipe.evaluation.share_private and run.experiment.algorithm.uses_private:
@@ -91,6 +93,10 @@ class _Audit:
                 "clients also hand over private parts for accuracy without identity; the audit is of training, and does not "
                 "look at them"
             )
+
+    @property
+    def is_vector(self) -> bool:
+        return self.federation.side in VECTORS
 
     def _marginals(self, values: torch.Tensor, kinds: int) -> dict[int, Vector]:
         """How often each of the values 0, 1, ..., kinds - 1 occurs among each client's training points, as shares."""
@@ -107,16 +113,16 @@ class _Audit:
         absent: dict[str, Any] = {"start": None, "end": None}
         self._attack_biases(seen, attacks)
         self._attack_posteriors(seen, attacks, absent)
-        c_is_label = self.federation.side == "label"
+        nothing_more = self.federation.side == "label" or self.is_vector
         return {
             "audited": len(self.chosen),
             "side": self.federation.side,
             "names": [self.federation.names[s] for s in self.chosen],
             "points": [self.federation.size(s) for s in self.chosen],
             "true": self._of_chosen(self.labels),
-            "true_side": None if c_is_label else self._of_chosen(self.sides),
+            "true_side": None if nothing_more else self._of_chosen(self.sides),
             "guess": self._guess(self.labels),
-            "guess_side": None if c_is_label else self._guess(self.sides),
+            "guess_side": None if nothing_more else self._guess(self.sides),
             "attacks": attacks,
             "absent": absent,
             "protection": self._protection(),

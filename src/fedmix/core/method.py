@@ -23,6 +23,7 @@ from fedmix.rng import Stream
 
 Extras = dict[str, Any]  # what the server keeps beside weights: a tree of tensors and whole numbers
 Fixed = dict[str, Any]  # what stays the same while a client trains: a tree of tensors and numbers
+VECTORS = ("vector", "angle")  # kinds of side information c that are numbers [D] of each point, and not categories
 LABELS = ".labels"  # a name in a client's private state that no parameter of a module has
 
 
@@ -32,7 +33,7 @@ class Setup:
 
     model: Model
     clients: int
-    categories: int  # how many values side information c can have
+    categories: int  # how many values side information c can have; where c is a vector, how many numbers it has
     rounds: int
     training: ClientSettings
     server: ServerSettings

@@ -35,7 +35,7 @@ class Federation:
 
     x: Tensor
     y: Tensor
-    c: Tensor
+    c: Tensor  # categories [N], or vectors [N, D]
     parts: Mapping[str, Sequence[Indices]]
     names: Sequence[str]
     classes: int
@@ -129,9 +129,10 @@ class Federation:
     ) -> "Federation":
         """Make a federation of arrays that are at hand: {client: {"x": [N, ...], "y": [N]}, ...}.
 
-        Optional for each client: "c" [N], side information of any kind (numbers or words), used with side="column";
-        or "train", "validation" and "test", each with its own x, y (and c), in place of a random split.
-        side: what q(z|c) is conditioned on: "label", "client" or "column".
+        Optional for each client: "c" [N], side information of any kind (numbers or words), used with side="column",
+        or several numbers of each point [N, D], used with side="vector"; or "train", "validation" and "test", each with
+        its own x, y (and c), in place of a random split.
+        side: what q(z|c) is conditioned on: "label", "client", "column" or "vector".
         """
         if not clients:
             raise DataError("a federation must have at least one client. Got none.")
@@ -153,6 +154,8 @@ class Federation:
         classes = _number_of_classes(y, classes)
         owner = np.repeat(np.arange(len(names)), sizes)
         c, categories = _side_information(side, y, owner, blocks, classes)
+        if c.is_floating_point():
+            c = standardised(c, parts["train"])
         x = _stacked_inputs(blocks)
         return Federation(x, y, c, parts, names, classes, categories, side)
 
@@ -209,7 +212,7 @@ def _client_parts(
 
 def _checked(name: str, block: Mapping[str, Any], side: str) -> Block:
     """Return a client's x, y and, where side information is a column, c as arrays, or say what is wrong with them."""
-    wanted = ("x", "y", "c") if side == "column" else ("x", "y")
+    wanted = ("x", "y", "c") if side in ("column", "vector") else ("x", "y")
     missing = [key for key in wanted if key not in block]
     if missing:
         raise DataError(f"client {name} must give arrays {', '.join(wanted)}. {', '.join(missing)} is missing.")
@@ -278,4 +281,19 @@ def _side_information(
     if side == "column":
         values, index = np.unique(_stacked(blocks, "c"), return_inverse=True)
         return torch.from_numpy(index.astype(np.int64)), len(values)
-    raise DataError(f"side must be 'label', 'client' or 'column'. Got {side!r} instead.")
+    if side == "vector":
+        return _vectors(_stacked(blocks, "c"))
+    raise DataError(f"side must be 'label', 'client', 'column' or 'vector'. Got {side!r} instead.")
+
+
+def _vectors(c: npt.NDArray[Any]) -> tuple[Tensor, int]:
+    """Return side information that is several numbers of each point, and how many."""
+    if c.ndim != 2 or c.dtype.kind not in "biuf" or not np.isfinite(c.astype(np.float64)).all():
+        raise DataError(f"c must be finite numbers [N, D] with side='vector'. Got {c.dtype} of shape {list(c.shape)}.")
+    return torch.from_numpy(c.astype(np.float32)), c.shape[1]
+
+
+def standardised(vectors: Tensor, train: Sequence[Indices]) -> Tensor:
+    """Shift and scale each number to mean 0 and standard deviation 1 over all training points: [N, D] -> [N, D]."""
+    known = vectors[torch.from_numpy(np.concatenate(train))]
+    return (vectors - known.mean(dim=0)) / known.std(dim=0, correction=0).clamp(min=1e-6)

@@ -51,6 +51,7 @@ class Source:
     owners: Sequence[str] = ()
     coarse: Tensor | None = None  # a coarser label of each point [N]
     column: Tensor | None = None  # side information that the user gives [N], a number from 0
+    vector: Tensor | None = None  # the same as numbers [N, D], which are no categories
     kinds: Sequence[str] = ()  # what the user calls the values of `column`
     labels: Sequence[str] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers

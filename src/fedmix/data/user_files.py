@@ -59,15 +59,16 @@ def table(
     file: str,
     label: str,
     client: str = "",
-    side: str = "",
+    side: str | list[str] = "",
     features: list[str] = [],  # noqa: B006 (never changed)
     standardise: bool = True,
     columns: list[dict[str, Any]] = [],  # noqa: B006
 ) -> Source:
     """Read a CSV with a header and one row for each point.
 
-    label, client, side: columns; all the others are features, unless `features` names them. Words become a column of 0
-    and 1 for each. standardise: numbers are shifted and scaled to mean 0 and standard deviation 1 over all rows.
+    label, client, side: columns; all the others are features, unless `features` names them. A list of columns as side is a
+    vector of numbers, with data.side = "vector"; these columns are features, too. Words become a column of 0 and 1 for each.
+    standardise: numbers are shifted and scaled to mean 0 and standard deviation 1 over all rows.
     columns: how features become numbers, where that is known already; as in federation.json, or agreed on by sites:
     {column = "age", mean = 50, std = 10}, {column = "sex", words = ["f", "m"]}.
     """
@@ -76,13 +77,15 @@ def table(
 
     def decode() -> Arrays:
         cells, lines = _read_csv(path)
-        not_features = [name for name in (label, client, side) if name]
+        of_side = [] if isinstance(side, list) else [side]
+        not_features = [name for name in (label, client, *of_side) if name]
         feature_names = _feature_names(cells, not_features, features, known_rules)
         _check_columns(path, cells, lines, not_features, feature_names)
         rules = known_rules or [_rule_for(path, name, cells[name], standardise) for name in feature_names]
         x = _inputs_from_cells(path, rules, cells)
         y = np.array(cells[label])
-        arrays = _decoded(path, x, y, _column_if_named(cells, client), _column_if_named(cells, side))
+        c = _number_columns(path, cells, side, lines) if isinstance(side, list) else _column_if_named(cells, side)
+        arrays = _decoded(path, x, y, _column_if_named(cells, client), c)
         return arrays | {"features": np.array(json.dumps(rules))}
 
     return _source(cached("csv", [path], decode, label, client, side, list(features), standardise, known_rules))
@@ -174,10 +177,10 @@ def _check_lengths(name: str, values: Mapping[str, Array]) -> None:
 
 
 def _has_a_value_for_each(key: str, values: Array, labels: Array) -> bool:
-    """Say whether an array has one entry for each label. Only an entry of x may be more than a single value."""
+    """Say whether an array has one entry for each label. Only entries of x and c may be more than a single value."""
     if not values.ndim or len(values) != len(labels):
         return False
-    return key == "x" or values.ndim == 1
+    return key == "x" or values.ndim == 1 or (key == "c" and values.ndim == 2)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -246,6 +249,19 @@ def _refuse_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[i
             raise DataError(
                 f"{path}, line {line}: {name!r} must have a value. It is empty; fill it in or leave the row out."
             )
+
+
+def _number_columns(path: Path, cells: Cells, names: list[str], lines: list[int]) -> Array:
+    """Several columns of numbers as one array [N, D]."""
+    columns = []
+    for name in names:
+        _require_column(path, cells, name)
+        _refuse_gaps(path, name, cells[name], lines)
+        try:
+            columns.append(np.array(cells[name]).astype(np.float64))
+        except ValueError as error:
+            raise DataError(f"{path}: column {name!r} must be numbers to be part of a vector: {error}.") from error
+    return np.stack(columns, axis=1)
 
 
 def _column_if_named(cells: Cells, name: str) -> Array | None:
@@ -364,10 +380,21 @@ def _decoded(path: Path, x: Array, y: Array, client: Array | None, c: Array | No
     if client is not None:
         names, arrays["owner"] = np.unique(client, return_inverse=True)
         arrays["owners"] = names.astype(str)
-    if c is not None:
+    if c is not None and c.ndim == 2:
+        arrays["vector"] = _vectors(path, c)
+    elif c is not None:
         kinds, arrays["column"] = np.unique(c, return_inverse=True)
         arrays["kinds"] = kinds.astype(str)
     return arrays
+
+
+def _vectors(path: Path, c: Array) -> Array:
+    """Side information that is several numbers of each point [N, D]."""
+    if c.dtype.kind not in "biuf" or not np.isfinite(c.astype(np.float64)).all():
+        raise DataError(
+            f"{path}: side information c [N, D] must be finite numbers. Got {c.dtype} of shape {list(c.shape)}."
+        )
+    return np.ascontiguousarray(c.astype(np.float32))
 
 
 def _inputs(path: Path, x: Array) -> Arrays:
@@ -428,6 +455,7 @@ def _source(arrays: Arrays) -> Source:
         owner=numbers_if_any(arrays, "owner"),
         owners=listed("owners"),
         column=numbers_if_any(arrays, "column"),
+        vector=torch.from_numpy(arrays["vector"]) if "vector" in arrays else None,
         kinds=listed("kinds"),
         labels=listed("labels"),
         features=json.loads(str(arrays["features"])) if "features" in arrays else (),

@@ -34,7 +34,7 @@ from fedmix.core.placement import Unpacked
 from fedmix.core.server import State
 from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
-from fedmix.methods import fedavg, fedmix_evidence, fedmix_growth, fedmix_sharing, gates
+from fedmix.methods import fedavg, fedmix_evidence, fedmix_growth, fedmix_network, fedmix_sharing, gates
 from fedmix.methods.fedmix_mixture import Mixture
 from fedmix.methods.fedmix_settings import FedmixSettings
 from fedmix.methods.page import Page
@@ -63,7 +63,7 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         sends=partial(sends, mix),
         select=partial(select, mix) if settings.eta else None,
         chances=partial(fedmix_sharing.chances, settings) if settings.expert_dropout else None,
-        stacks=ungroupable(settings) is None,
+        stacks=not settings.eta and not settings.skip_below,
         alive=fedmix_growth.alive if mix.grows else None,
         restructure=partial(restructure, mix) if mix.grows else None,
         migrate=fedmix_growth.migrate if mix.grows else None,
@@ -94,6 +94,8 @@ def reply_fields(mix: Mixture) -> dict[str, Field]:
         fields["r"] = Field((categories, mix.K), kind="numbers", moved_from="r")
     if mix.grows:
         fields["fit"] = Field((mix.K,), kind="numbers")
+    if mix.network:
+        return fields | fedmix_network.fields(mix)
     if not mix.shares_phi:
         return fields
     fields["phi"] = Field((categories, mix.K), moved_from="phi", tells="posterior")
@@ -123,6 +125,8 @@ def ungroupable(settings: FedmixSettings) -> str | None:
         return "fedmix.eta leaves other experts out for each client"
     if settings.skip_below:
         return "fedmix.skip_below leaves other points out for each client"
+    if settings.phi == "network":
+        return "q(z|c) is a network, which is trained in a step of its own"
     return None
 
 
@@ -168,10 +172,13 @@ def hand_over(private: Params) -> Params:
     return {name: value for name, value in private.items() if of_gate(name) or name == "known"}
 
 
-def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
+def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Any]:
     """This round's beta and the client's p(c|s), which stay the same; phi, which is carried from step to step."""
     settings = mix.settings
     beta = posterior.temperature(settings.beta, settings.beta_start, settings.beta_rounds, arrival.round)
+    if mix.network:
+        network = {name: arrival.sent[name] for name in fedmix_network.fields(mix)}
+        return {"beta": beta, "use": arrival.sent["use"]}, network
     shares = posterior.category_shares(arrival.data.c, mix.setup.categories)
     phi = arrival.sent["phi"] if mix.shares_phi else arrival.private.get("phi", mix.uniform().to(shares.device))
     fixed: Fixed = {"beta": beta, "shares": shares}
@@ -181,12 +188,15 @@ def prepare(mix: Mixture, arrival: Arrival) -> tuple[Fixed, Tensor]:
     return fixed, phi
 
 
-def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) -> tuple[Tensor, float, Tensor]:
-    """-L_s of each point (Algorithm 2's client). phi' comes first, from the same forward pass, with no gradient through it."""
+def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Any) -> tuple[Tensor, float, Any]:
+    """-L_s of each point (Algorithm 2's client). phi' comes first, from the same forward pass, with no gradient through it.
+
+    phi: q(z|c) as a table [C, K], or the parameters of a network.
+    """
     settings = mix.settings
     parts = _pruned(mix, parts, fixed, phi)
     if settings.full_steps and mix.shares:
-        parts = _with_full_steps(parts, posterior.of_points(phi, batch.c), batch.weight)
+        parts = _with_full_steps(parts, _q_of_points(mix, phi, batch.c), batch.weight)
     keep = parts.held
     all_kept = len(keep) == mix.K
     matter = _points_that_matter(mix, phi, keep, batch.c)
@@ -201,9 +211,11 @@ def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) ->
     if settings.objective == "direct":
         return objective.direct_losses(joint), 0.0, phi
     with torch.no_grad():
-        if not mix.arriving:
+        if mix.network:
+            phi = fedmix_network.step(mix, phi, joint, batch, fixed["beta"], fixed["use"])
+        elif not mix.arriving:
             phi = _step_phi(mix, phi, joint, batch, fixed["beta"], keep)
-        q_gate = posterior.of_points(phi, batch.c)
+        q_gate = _q_of_points(mix, phi, batch.c)
         if over:
             q_gate = q_gate[..., over]
         q_lik = q_gate if all_kept or over else posterior.of_points(prune.renormalise(phi, keep), batch.c)
@@ -212,6 +224,11 @@ def loss(mix: Mixture, parts: Parts, fixed: Fixed, batch: Batch, phi: Tensor) ->
     if settings.full_steps and not mix.shares:
         log_lik = objective.full_steps(log_lik, q_lik, batch.weight)
     return objective.bound_losses(log_lik, log_gate, q_lik, q_gate), 0.0, phi
+
+
+def _q_of_points(mix: Mixture, phi: Any, c: Tensor) -> Tensor:
+    """q(z|c) of each point: [..., B] -> [..., B, K]."""
+    return fedmix_network.of_points(mix, phi, c) if mix.network else posterior.of_points(phi, c)
 
 
 def _pruned(mix: Mixture, parts: Parts, fixed: Fixed, phi: Tensor) -> Parts:
@@ -268,13 +285,16 @@ def _learn_late(mix: Mixture, parts: Parts, batch: Batch, log_lik: Tensor, late:
 
 def answer(mix: Mixture, done: Departure) -> Answer:
     """q(z|s), phi where it is shared, and the experts that are worth sending back."""
-    settings, phi, shares = mix.settings, done.carry, done.fixed["shares"]
+    settings, phi = mix.settings, done.carry
     if settings.marginal == "exact":
         q_zs = _exact_marginal(mix, done.parts, done.data.x)
+    elif mix.network:
+        q_zs = fedmix_network.of_points(mix, phi, done.data.c).mean(dim=0)
+        return Answer({"q_zs": q_zs, **phi})
     else:
-        q_zs = posterior.expert_marginal(phi, shares)
+        q_zs = posterior.expert_marginal(phi, done.fixed["shares"])
     # those that this recipe has: exactly what `reply_fields` declares
-    values = {"q_zs": q_zs, "phi": phi, "c_shares": shares, **done.fixed}
+    values = {"q_zs": q_zs, "phi": phi, "c_shares": done.fixed["shares"], **done.fixed}
     fields = {name: values[name] for name in reply_fields(mix)}
     keep = prune.kept(q_zs, settings.eta, done.parts.held) if settings.eta else None
     kept = {"phi": posterior.to_simplex(phi, settings.phi_floor)} if settings.phi == "private" else {}
@@ -301,6 +321,8 @@ def init(mix: Mixture) -> Extras:
     phi = mix.uniform()
     opt = mix.phi_optimizer.init({"phi": phi})
     extras = {"phi": phi, "phi_opt": opt, "q_zs": posterior.uniform(mix.setup.clients, mix.K)}
+    if mix.network:
+        return {"q_zs": extras["q_zs"], "network": fedmix_network.fresh(mix), "use": posterior.uniform(1, mix.K)[0]}
     if mix.arriving:
         # of the clients' evidence in the last round; 0: there was none
         extras["spread"] = torch.zeros(1)
@@ -311,6 +333,8 @@ def init(mix: Mixture) -> Extras:
 
 def sends(mix: Mixture, extras: Extras) -> Params:
     """What clients are sent beside experts: phi where it is shared, the spread of evidence, where experts came from."""
+    if mix.network:
+        return {**extras["network"], "use": extras["use"]}
     names = ["phi"] if mix.shares_phi else []
     names += ["spread"] if mix.arriving else []
     names += ["born", "parent"] if mix.grows else []
@@ -327,6 +351,9 @@ def server(mix: Mixture, extras: Extras, seen: Aggregate) -> Extras:
     """Adam on Delta_phi, then back to the simplex. Rows that nobody in the cohort holds keep value and Adam state."""
     if mix.arriving:
         return extras | fedmix_evidence.after_evidence(mix, extras, seen)
+    if mix.network:
+        network = {name: seen.mean[name].to(value.dtype) for name, value in extras["network"].items()}
+        return extras | {"network": network, "use": seen.use.to(extras["use"].dtype)}
     if not mix.shares_phi:
         return extras
     phi, opt, held = extras["phi"], extras["phi_opt"], seen.touched["phi"]
@@ -409,5 +436,7 @@ def bound(
     """eq:LowerBound of each point under the server's phi, or the client's, renormalised over the experts held: [B]."""
     log_gate = gate.log_gate(subtree(private, "gate"), features, held, over=held)
     joint = objective.log_joint(objective.log_likelihood(logits, y), log_gate)
+    if mix.network:
+        return objective.lower_bound(joint, fedmix_network.of_points(mix, sent, c), mix.settings.beta)
     phi = sent["phi"] if mix.shares_phi else private.get("phi", mix.uniform())
     return objective.lower_bound(joint, prune.renormalise(phi, held)[c], mix.settings.beta)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedmix.core import posterior
-from fedmix.core.method import Setup
+from fedmix.core.method import VECTORS, Setup
 from fedmix.core.optim import Optimizer
 from fedmix.core.placement import Place
 from fedmix.core.server import server_optimizer
@@ -35,6 +35,11 @@ class Mixture:
         return self.settings.evidence == "arriving"
 
     @property
+    def network(self) -> bool:
+        """Whether q(z|c) is a network, and no table."""
+        return self.settings.phi == "network"
+
+    @property
     def grows(self) -> bool:
         return self.settings.grows
 
@@ -54,12 +59,20 @@ class Mixture:
     @cached_property
     def prior(self) -> Tensor:
         """p(c) in the marginal entropy [C]: uniform, or the shares that the recipe gives."""
+        self._refuse_vectors_in_a_table()
         prior, categories = self.settings.prior, self.setup.categories
         if isinstance(prior, str):
             return torch.full((categories,), 1.0 / categories)
         if len(prior) != categories or min(prior) < 0 or sum(prior) <= 0:
             raise SettingError(f"fedmix.prior must be {categories} shares of c, none negative. Got {prior} instead.")
         return torch.tensor(prior) / sum(prior)
+
+    def _refuse_vectors_in_a_table(self) -> None:
+        if self.setup.side in VECTORS and not self.network:
+            raise SettingError(
+                f"fedmix.phi must be 'network' with data.side = {self.setup.side!r}: a table has a row for each value of c, "
+                f"and these are vectors. Got {self.settings.phi!r} instead."
+            )
 
     @cached_property
     def phi_optimizer(self) -> Optimizer:

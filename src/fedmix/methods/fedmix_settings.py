@@ -28,7 +28,9 @@ class FedmixSettings:
     eta: float = 0.0  # pruning threshold: experts with q(z=k|s) < eta/K are left out; 0 prunes nothing
     objective: str = "bound"  # or "direct": eq:globalObjective, which the paper reports to collapse
     marginal: str = "posterior"  # p(z|s) from phi, or "exact": the mean of the gate over the client's data
-    phi: str = "global"  # or "private": each client keeps its own
+    phi: str = "global"  # "private": each client keeps its own; "network": q(z|c) is a network of c, for vectors
+    phi_hidden: int = 16  # hidden units of that network; 0: none
+    phi_step: float = 0.5  # how far a client moves that network on a mini-batch
     phi_lr: float = 0.0  # 0: server.server_lr
     phi_floor: float = 1e-6  # phi is clamped to this before it is renormalised
     entropy: float = 1.0  # coefficient of the marginal entropy on the server
@@ -47,6 +49,8 @@ class FedmixSettings:
             self._check_auto()
         if self.objective == "direct":
             self._check_direct()
+        if self.phi == "network":
+            self._check_network()
 
     @property
     def grows(self) -> bool:
@@ -71,6 +75,8 @@ class FedmixSettings:
         require(self.beta_rounds >= 1, "fedmix.beta_rounds", "1 or more", self.beta_rounds)
         require(0 <= self.gamma <= 1, "fedmix.gamma", "in [0, 1]", self.gamma)
         require(0 <= self.eta <= 1, "fedmix.eta", "in [0, 1]", self.eta)
+        require(self.phi_hidden >= 0, "fedmix.phi_hidden", "0 or more", self.phi_hidden)
+        require(self.phi_step > 0, "fedmix.phi_step", "more than 0", self.phi_step)
         require(self.phi_lr >= 0, "fedmix.phi_lr", "more than 0, or 0 for server.server_lr", self.phi_lr)
         require(0 <= self.phi_floor < 1 / self.slots, "fedmix.phi_floor", "in [0, 1/experts)", self.phi_floor)
         require(0 <= self.skip_below < 1, "fedmix.skip_below", "in [0, 1)", self.skip_below)
@@ -113,10 +119,21 @@ class FedmixSettings:
         must = "false with fedmix.objective = 'direct', which has no posterior"
         require(not self.full_steps, "fedmix.full_steps", must, self.full_steps)
 
+    def _check_network(self) -> None:
+        """A network of c has no rows that could be pruned, pooled or weighed by shares of c."""
+        with_it = "with fedmix.phi = 'network'"
+        require(self.evidence == "batch", "fedmix.evidence", f"'batch' {with_it}", self.evidence)
+        require(self.eta == 0, "fedmix.eta", f"0 {with_it}", self.eta)
+        require(self.skip_below == 0, "fedmix.skip_below", f"0 {with_it}", self.skip_below)
+        require(self.objective == "bound", "fedmix.objective", f"'bound' {with_it}", self.objective)
+        require(self.marginal == "posterior", "fedmix.marginal", f"'posterior' {with_it}", self.marginal)
+        require(self.prior == "uniform", "fedmix.prior", f"'uniform' {with_it}", self.prior)
+        require(self.expert_dropout == 0, "fedmix.expert_dropout", f"0 {with_it}", self.expert_dropout)
+
 
 _CHOICES = {
     "objective": ("bound", "direct"),
     "evidence": ("batch", "arriving"),
     "marginal": ("posterior", "exact"),
-    "phi": ("global", "private"),
+    "phi": ("global", "private", "network"),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmix.core.algorithm import Algorithm
+from fedmix.core.method import VECTORS
 from fedmix.core.tree import flatten, nbytes
 from fedmix.core.types import Examples, Message
 from fedmix.engines.client import one_thread
@@ -155,7 +156,8 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
     with rng.torch():
         x = torch.randn(n, *federation.x.shape[1:])
         y = torch.randint(federation.classes, (n,))
-        c = torch.randint(federation.categories, (n,))
+        is_vector = federation.side in VECTORS
+        c = torch.randn(n, federation.categories) if is_vector else torch.randint(federation.categories, (n,))
     data = Examples(x, y, c)
     private = algorithm.new_client(recipe.seed)
     held: dict[int, int] = {}

@@ -4,6 +4,7 @@ It depends on the seed alone, not on method or engine.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmix.core.method import VECTORS
 from fedmix.data import partition, shift
-from fedmix.data.federation import PARTS, Federation
+from fedmix.data.federation import PARTS, Federation, standardised
 from fedmix.data.partition import Indices
 from fedmix.data.sources import DATASETS, Source, load, stand_in
 from fedmix.data.user_files import READERS
@@ -140,6 +142,8 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
     points = dealt.points
     shifted = _shifted(settings, source, points, rng.child("shift"))
     c, categories = _side(settings.side, source, shifted, points, dealt.taking_part)
+    if settings.side == "vector":
+        c = standardised(c, dealt.parts[0][: dealt.taking_part])
     if settings.augment != "none" and shifted.x.dim() != 4:
         shape = list(shifted.x.shape)
         raise SettingError(f"data.augment = {settings.augment!r} needs images [N, C, H, W]. Got {shape}.")
@@ -202,7 +206,7 @@ def describe_split(federation: Federation) -> dict[str, Any]:
 def _describe_client(federation: Federation, s: int, labels: list[int]) -> dict[str, Any]:
     sizes = {part: federation.size(s, part) for part in PARTS}
     side = None
-    if federation.side not in ("label", "client"):
+    if federation.side not in ("label", "client", *VECTORS):
         side = _counts(federation.c, federation.parts["train"][s], federation.categories)
     group = None if federation.groups is None else federation.groups[s]
     return {"client": federation.names[s], **sizes, "labels": labels, "side": side, "group": group}
@@ -402,8 +406,13 @@ def _side_of_points(side: str, source: Source, shifted: _Shifted) -> tuple[Tenso
         return shifted.y, source.classes
     if side == "rotation" and shifted.angle is not None:
         return shifted.angle, shift.ANGLES
+    if side == "angle" and shifted.angle is not None:
+        turned = 2 * math.pi * shifted.angle / shift.ANGLES
+        return torch.stack([turned.sin(), turned.cos()], dim=1), 2
     if side == "column" and source.column is not None:
         return source.column, int(source.column.max()) + 1
+    if side == "vector" and source.vector is not None:
+        return source.vector, source.vector.shape[1]
     return None
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedmix.catalogue import CATALOGUE, SECTIONS
+from fedmix.core.method import VECTORS
 from fedmix.core.settings import ClientSettings, PrivacySettings, ServerSettings, require
 from fedmix.errors import SettingError, one_of
 from fedmix.methods.registry import settings_of_section, shipped_page
@@ -15,7 +16,7 @@ SPLITS = ("iid", "hsu", "dirichlet", "shards", "pachinko", "by-writer", "by-clie
 NATURAL = ("by-writer", "by-client")
 SHIFTS = ("none", "permute-labels", "rotate")
 AUGMENTS = ("none", "crop-flip")
-SIDES = ("label", "client", "rotation", "group", "column")
+SIDES = ("label", "client", "rotation", "group", "column", *VECTORS)
 # The source of data that stays with its owners, each on a machine of their own (settings.sites).
 SITES = "sites"
 # The name of data, a model or a method that was handed over in Python, which a recipe cannot name.
