@@ -23,6 +23,8 @@ MANY = {"data.clients": 24, "rounds": 30}
 COHORTS = {"clients_per_round": 5, "rounds": 60}
 UNEQUAL = {"data.group_sizes": [12, 4, 2, 2]}
 SKEW = {"data.split": "hsu", "data.concentration": 5.0}
+REPAIR = {"fedmix.repair": True}  # experts begin at random; those that serve nobody go, others are split
+OUTPUT = {"fedmix.shared": "all-but-output"}
 BATCH = {"fedmix.evidence": "batch"}  # the paper's step
 ROWS = {
     "4 groups": {},
@@ -38,6 +40,14 @@ ROWS = {
     "label skew on top, label_counts": {**SKEW, "training.label_counts": True},
     "label skew on top": SKEW,
     "all alike, label skew, label_counts": {**SKEW, "training.label_counts": True, "data.permutations": 1},
+    "K = 4, repaired": {**REPAIR, "fedmix.experts": 4},
+    "6 groups, K = 6, repaired": {**MANY, **REPAIR, "data.permutations": 6, "fedmix.experts": 6},
+    "K = 4 at random": {"fedmix.experts": 4},
+    "4 groups, all but output shared": OUTPUT,
+    "6 groups, all but output shared": {**MANY, **OUTPUT, "data.permutations": 6},
+    "all alike, all but output shared": {**MANY, **OUTPUT, "data.permutations": 1},
+    "groups that differ in two labels, all but output shared": {**OUTPUT, "data.permuted_labels": 2},
+    "5 of 20 clients a round, all but output shared": {**COHORTS, **OUTPUT},
     "server rate 0.002": {"server.server_lr": 0.002, "rounds": 60},
     "c = label": {"data.side": "label"},
     "the paper's step, K = 4": {**BATCH, "fedmix.experts": 4},

@@ -24,6 +24,7 @@ from fedmix.settings.reading import read_recipe
 
 ARRIVING = {"fedmix.evidence": "arriving"}
 AUTO = {"fedmix.evidence": "arriving", "fedmix.experts": "auto"}
+BAD_START = 2  # a seed
 HIDDEN = {"rounds": 6, "data.clients": 12, "data.permutations": 3, **AUTO}
 
 
@@ -216,8 +217,8 @@ def test_clients_that_take_part_now_and_then_find_their_groups():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fedmix.evidence": "batch"}, "fedmix.evidence must be 'arriving' with fedmix.experts = 'auto'"),
-        ({"fedmix.eta": 0.5}, "fedmix.eta must be 0 with fedmix.experts = 'auto'"),
+        ({"fedmix.evidence": "batch"}, "fedmix.evidence must be 'arriving' with fedmix.experts = 'auto' or fedmix.repair"),
+        ({"fedmix.eta": 0.5}, "fedmix.eta must be 0 with fedmix.experts = 'auto' or fedmix.repair"),
         ({"server.aggregation": "linear"}, "server.aggregation must be 'clients' with FedMix: experts are split by"),
         ({"fedmix.experts": "many"}, "fedmix.experts must be 1 or more, or 'auto'. Got 'many'"),
         ({"fedmix.experts": 0}, "fedmix.experts must be 1 or more, or 'auto'. Got 0"),
@@ -248,3 +249,20 @@ def test_a_message_of_an_auto_run_names_its_experts():
     message = algorithm.broadcast(algorithm.init(0), 0)
     assert isinstance(message, Message)
     assert {name.split(".")[1] for name in message.tensors if name.startswith("expert.")} == {"0"}
+
+
+def test_with_a_fixed_number_the_same_moves_repair_a_bad_start():
+    """Four experts drawn at random: on this seed two groups stay with one of them, unless experts are merged and split."""
+    exact = {}
+    for repair in (False, True):
+        changes = {"fedmix.experts": 4, "fedmix.repair": repair, "rounds": 20, "data.clients": 20, "data.permutations": 4}
+        experiment = hidden_groups(BAD_START, **changes)
+        steps, _ = train_serially(experiment)
+        main = steps[-1].state.extras["q_zs"].argmax(dim=1).tolist()
+        pairs = set(zip(main, experiment.federation.groups, strict=True))
+        exact[repair] = len(set(main)) == len(pairs) == 4
+        if repair:
+            alive = fedmix_growth.alive(steps[-1].state.extras)
+            assert len(alive) == 4
+            assert steps[0].state.extras["alive"].sum() == 4
+    assert exact == {False: False, True: True}

@@ -328,7 +328,10 @@ def init(mix: Mixture) -> Extras:
         extras["spread"] = torch.zeros(1)
     if mix.pools:
         extras["r"] = torch.zeros(mix.setup.categories, mix.K)
-    return fedmix_growth.begin(extras, mix.setup.clients, mix.K) if mix.grows else extras
+    if not mix.grows:
+        return extras
+    first = mix.K if mix.settings.repair else 1
+    return fedmix_growth.begin(extras, mix.setup.clients, mix.K, first)
 
 
 def sends(mix: Mixture, extras: Extras) -> Params:

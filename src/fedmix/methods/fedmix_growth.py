@@ -21,14 +21,13 @@ REMEMBERED = 16  # rounds that a client's last update counts, where only some cl
 AGE = 2  # rounds that an expert is left alone after it was born
 
 
-def begin(extras: Extras, clients: int, slots: int) -> Extras:
-    """What the server keeps to find out how many experts there are: one at first, which everybody uses."""
-    only_first = torch.zeros(slots)
-    only_first[0] = 1.0
+def begin(extras: Extras, clients: int, slots: int, first: int) -> Extras:
+    """What the server keeps to change the number of experts. first: how many there are at first, which everybody uses alike."""
+    there = (torch.arange(slots) < first).to(extras["phi"].dtype)
     return extras | {
-        "phi": only_first.expand_as(extras["phi"]).clone(),
-        "q_zs": only_first.expand(clients, slots).clone(),
-        "alive": only_first.to(torch.int64),
+        "phi": (there / first).expand_as(extras["phi"]).clone(),
+        "q_zs": (there / first).expand(clients, slots).clone(),
+        "alive": there.to(torch.int64),
         "born": torch.zeros(slots, dtype=torch.int64),
         "parent": torch.arange(slots),
         "directions": torch.zeros(clients, structure.SKETCH),

@@ -12,6 +12,7 @@ class FedmixSettings:
 
     experts: int | str = 4  # K, or "auto": begin with one, split and merge as clients need them, up to max_experts
     max_experts: int = 8  # with experts = "auto"
+    repair: bool = False  # with a number of experts: merge, retire and split them as with "auto" where that serves better
     evidence: str = "batch"  # phi comes from the mini-batch, as in the paper; "arriving": from experts as they arrive
     evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
     evidence_pool: float = 64.0  # points that everybody's evidence counts as, where c is not the client
@@ -54,8 +55,8 @@ class FedmixSettings:
 
     @property
     def grows(self) -> bool:
-        """Whether the number of experts is found out."""
-        return self.experts == "auto"
+        """Whether there may be more or fewer experts from round to round."""
+        return self.experts == "auto" or self.repair
 
     @property
     def slots(self) -> int:
@@ -63,7 +64,7 @@ class FedmixSettings:
         return self.max_experts if isinstance(self.experts, str) else self.experts
 
     def _check_ranges(self) -> None:
-        known = self.grows if isinstance(self.experts, str) else self.experts >= 1
+        known = self.experts == "auto" if isinstance(self.experts, str) else self.experts >= 1
         require(known, "fedmix.experts", "1 or more, or 'auto'", self.experts)
         require(self.max_experts >= 1, "fedmix.max_experts", "1 or more", self.max_experts)
         require(self.evidence_points >= 0, "fedmix.evidence_points", "1 or more, or 0 for all", self.evidence_points)
@@ -102,12 +103,12 @@ class FedmixSettings:
 
     def _check_auto(self) -> None:
         """Experts are split by evidence from experts as they arrive, and all clients are sent all of them."""
-        must = "'arriving' with fedmix.experts = 'auto'"
-        require(self.evidence == "arriving", "fedmix.evidence", must, self.evidence)
-        require(self.eta == 0, "fedmix.eta", "0 with fedmix.experts = 'auto'", self.eta)
-        must = "0 with fedmix.experts = 'auto': how well each expert fits a client must be known"
+        with_it = "with fedmix.experts = 'auto' or fedmix.repair"
+        require(self.evidence == "arriving", "fedmix.evidence", f"'arriving' {with_it}", self.evidence)
+        require(self.eta == 0, "fedmix.eta", f"0 {with_it}", self.eta)
+        must = f"0 {with_it}: how well each expert fits a client must be known"
         require(self.expert_dropout == 0, "fedmix.expert_dropout", must, self.expert_dropout)
-        require(self.phi == "global", "fedmix.phi", "'global' with fedmix.experts = 'auto'", self.phi)
+        require(self.phi == "global", "fedmix.phi", f"'global' {with_it}", self.phi)
 
     def _check_direct(self) -> None:
         """The direct objective has no posterior, so whatever needs one must be off."""
