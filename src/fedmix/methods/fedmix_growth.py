@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedmix.core import structure
 from fedmix.core.method import Extras
+from fedmix.core.optim import OptState
 from fedmix.core.placement import Unpacked
 from fedmix.core.server import State
 from fedmix.core.tree import Params
@@ -84,6 +85,8 @@ class Growth:
             self._let_go(k)
         for k in alive(self.extras):
             self._split(k)
+        if any(event["what"] == "split" for event in self.events):
+            self._move_shared()
         return self.state, self.events
 
     def _change(self, **extras: Tensor) -> None:
@@ -163,13 +166,18 @@ class Growth:
             {"what": "split", "expert": k, "into": slots, "clients": [len(cluster) for cluster in members]}
         )
 
+    def _move_shared(self) -> None:
+        """What experts share goes with their children: to the mean of what all clients of the round sent."""
+        if not self.before.shared:
+            return
+        shared = _weighted_mean(self.before.shared, [reply.shared for reply in self.replies], self.points)
+        self.state = replace(self.state, shared=shared, opt=_without_momentum(self.before.opt))
+
     def _give_birth(self, slot: int, parent: int, cluster: list[int]) -> None:
         """An expert for these clients: its parent as it was sent, moved by the mean of their updates."""
         experts, opts = list(self.state.experts), list(self.state.experts_opt)
         experts[slot] = self._mean_of(parent, cluster)
-        # Adam's memory of how steep the loss is stays; where it was going is not where the child goes
-        old = self.before.experts_opt[parent]
-        opts[slot] = {part: _zeros(values) if part == "mean" else _copy(values) for part, values in old.items()}
+        opts[slot] = _without_momentum(self.before.experts_opt[parent])
         self.state = replace(self.state, experts=tuple(experts), experts_opt=tuple(opts))
         extras = {name: self.extras[name].clone() for name in ("alive", "born", "parent", "directed", "q_zs", "phi")}
         extras["alive"][slot] = 1
@@ -195,10 +203,19 @@ class Growth:
         sent = self.before.experts[parent]
         if not here:
             return _copy(sent)
-        weights = (self.points[here] / self.points[here].sum()).tolist()
-        copies = [self.replies[i].experts[parent] for i in here]
-        pairs = list(zip(weights, copies, strict=True))
-        return {name: sum(weight * copy[name] for weight, copy in pairs).to(sent[name].dtype) for name in sent}
+        return _weighted_mean(sent, [self.replies[i].experts[parent] for i in here], self.points[here])
+
+
+def _weighted_mean(like: Params, copies: Sequence[Params], points: Tensor) -> Params:
+    """The mean of clients' copies of some tensors, weighted by their points."""
+    weights = (points / points.sum()).tolist()
+    pairs = list(zip(weights, copies, strict=True))
+    return {name: sum(weight * copy[name] for weight, copy in pairs).to(like[name].dtype) for name in like}
+
+
+def _without_momentum(opt: OptState) -> OptState:
+    """Adam's memory of how steep the loss is stays; where it was going is not where children go."""
+    return {part: _zeros(values) if part == "mean" else _copy(values) for part, values in opt.items()}
 
 
 def _inherited(rows: Tensor, k: int, heir: int) -> Tensor:

@@ -12,7 +12,9 @@ class FedmixSettings:
 
     experts: int | str = 4  # K, or "auto": begin with one, split and merge as clients need them, up to max_experts
     max_experts: int = 8  # with experts = "auto"
-    repair: bool = False  # with a number of experts: merge, retire and split them as with "auto" where that serves better
+    repair: bool = (
+        False  # with a number of experts: merge, retire and split them as with "auto" where that serves better
+    )
     evidence: str = "batch"  # phi comes from the mini-batch, as in the paper; "arriving": from experts as they arrive
     evidence_points: int = 128  # points of a client that evidence is drawn from in a round, with "arriving"; 0: all
     evidence_pool: float = 64.0  # points that everybody's evidence counts as, where c is not the client
