@@ -132,7 +132,7 @@ def maps(run: Run) -> dict[str, Any] | None:
         "clients": clients,
         "groups": of_some(groups, order),
         "left_out": len(names) - len(order),
-        "frames": [_frame(line, rows, order) for line in picked(lines, FRAMES)],
+        "frames": [_frame(line, rows, order, _experts_ever(lines)) for line in picked(lines, FRAMES)],
     }
 
 
@@ -155,19 +155,25 @@ def _names_of_values(run: Run, side: str, count: int, clients: list[str]) -> lis
     return [str(value) for value in labels or range(count)]
 
 
-def _frame(line: MetricsLine, values: Sequence[int], clients: Sequence[int]) -> dict[str, Any]:
+def _frame(line: MetricsLine, values: Sequence[int], clients: Sequence[int], experts: int | None) -> dict[str, Any]:
     return {
         "round": line["round"],
-        "zc": _some_rows(line.get("q_zc") or [], values),
-        "zs": _some_rows(line["q_zs"], clients),
+        "zc": _some_rows(line.get("q_zc") or [], values, experts),
+        "zs": _some_rows(line["q_zs"], clients, experts),
     }
 
 
-def _some_rows(q: Sequence[Sequence[float]], rows: Sequence[int]) -> list[list[float]]:
-    return [[round(value, 3) for value in q[row]] for row in rows if row < len(q)]
+def _some_rows(q: Sequence[Sequence[float]], rows: Sequence[int], experts: int | None) -> list[list[float]]:
+    return [[round(value, 3) for value in q[row][:experts]] for row in rows if row < len(q)]
 
 
 # -- experts and layers ------------------------------------------------------------------------------------------------
+
+
+def _experts_ever(lines: Sequence[MetricsLine]) -> int | None:
+    """Of a run that finds out how many experts it needs: the slots up to the last one that ever held one. Else None."""
+    numbers = [k for line in lines for k in line.get("experts", [])]
+    return max(numbers) + 1 if numbers else None
 
 
 def use(run: Run) -> dict[str, Any] | None:
@@ -176,7 +182,7 @@ def use(run: Run) -> dict[str, Any] | None:
     if not lines:
         return None
     parts = _parts(lines, POINTS)
-    experts = range(len(lines[0]["expert_use"]))
+    experts = range(_experts_ever(run.lines) or len(lines[0]["expert_use"]))
     return {
         "round": _last_rounds(parts),
         "use": [_means(parts, partial(_share, k=k)) for k in experts],

@@ -6,6 +6,7 @@ from typing import Any
 from fedmix.report import curves, run_details
 from fedmix.report.against_setting import against_settings
 from fedmix.report.groups import COLUMNS, LOWER_IS_BETTER, Group, groups, table
+from fedmix.report.membership import membership, words_of
 from fedmix.report.runs import Run, part_of
 from fedmix.report.thinning import rounded
 from fedmix.report.verdict import glance
@@ -65,6 +66,11 @@ def _runs_data(members: Sequence[Group]) -> list[dict[str, Any]]:
     return [_run_data(run, group, number) for number, group in enumerate(members) for run in group.runs]
 
 
+def _membership(run: Run) -> dict[str, Any] | None:
+    found = membership(run)
+    return found and {**found, "words": words_of(found)}
+
+
 def _run_data(run: Run, group: Group, number: int) -> dict[str, Any]:
     """What is shown of one run: maps of q, use of experts, clients, evaluation, audit, how to repeat it."""
     # for each part, the file that is to blame if it cannot be made, and what makes it
@@ -72,6 +78,7 @@ def _run_data(run: Run, group: Group, number: int) -> dict[str, Any]:
         "maps": ("metrics.jsonl", curves.maps),
         "use": ("metrics.jsonl", curves.use),
         "layers": ("metrics.jsonl", curves.layers),
+        "membership": ("metrics.jsonl", _membership),
         "clients": ("summary.json or federation.json", run_details.clients),
         "new": ("evaluation.json", run_details.new_clients),
         "evaluation": ("evaluation.json", run_details.evaluation),

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from fedmix.report.curves import curves
 from fedmix.report.groups import groups
+from fedmix.report.membership import membership, words_of
 from fedmix.report.runs import Run, part_of
 from fedmix.report.tables import q_map
 from fedmix.report.thinning import picked
 from fedmix.report.verdict import glance
-from fedmix.report.words import event_words
 from fedmix.schema import MetricsLine
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -49,7 +49,7 @@ def show(run: Run) -> RenderableType:
     ]
     last = next((line for line in reversed(run.lines) if line.get("q_zs")), None)
     if last is not None:
-        parts += part_of(run, "metrics.jsonl", lambda run: _structure(run, last), [])
+        parts += part_of(run, "metrics.jsonl", _groups, [])
         parts += part_of(run, "federation.json", lambda run: [_map(run, last)], [])
     return Lines(*parts)
 
@@ -72,17 +72,17 @@ def _sparklines(series: Mapping[str, Any]) -> Table:
     return table
 
 
-def _structure(run: Run, last: MetricsLine) -> list[RenderableType]:
-    """How many experts were found, since when, who uses them and how surely; nothing where their number was given."""
-    if "experts" not in last:
+def _groups(run: Run) -> list[RenderableType]:
+    """How many groups of clients there are, who is in which, since when and how surely; how experts were split and merged."""
+    found = membership(run)
+    if found is None:
         return []
-    events = [(line["round"], event) for line in run.lines for event in line.get("structure", [])]
-    users = [max(range(len(row)), key=row.__getitem__) for row in last["q_zs"]]
-    counts = ", ".join(f"expert {k}: {users.count(k)} clients" for k in last["experts"])
-    since = f" since round {events[-1][0]}" if events else ""
-    surely = sum(map(max, last["q_zs"])) / len(users)
-    words = f"{len(last['experts'])} experts{since}; {counts}; mean largest q(z|s) {surely:.2f}"
-    return [Text(words), *(Text(f"round {t}: {event_words(event)}", style="dim") for t, event in events)]
+    rows = [
+        Text(f"expert {group['expert']}: {', '.join(group['clients'])} (q {group['sure']:.2f})")
+        for group in found["groups"]
+    ]
+    events = [Text(f"round {event['round']}: {event['words']}", style="dim") for event in found["tree"]]
+    return [Text(words_of(found), style="bold"), *rows, *events]
 
 
 def _map(run: Run, line: MetricsLine) -> RenderableType:

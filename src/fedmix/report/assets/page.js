@@ -360,9 +360,25 @@ function experts() {
   if (!runs.some(([i]) => i === chosen.run)) chosen.run = runs[0][0];
   options($("run"), runs.map(([i, run]) => [i, run.name]), chosen.run);
   const run = data.runs[chosen.run];
+  drawMembership(run.membership);
   drawMaps(run.maps);
   drawUse(run.use);
   drawSent();
+}
+// Who belongs together, as experts say, and how experts were split and merged.
+function drawMembership(found) {
+  $("membership").hidden = !found;
+  if (!found) return;
+  $("membership-words").textContent = found.words;
+  const rows = found.groups.map(({ expert, clients, sure }) => {
+    const row = element("tr");
+    const names = some(clients.map(name => short(name, 40)), 30);
+    row.append(element("td", `expert ${expert}`), element("td", clients.length), element("td", names, { class: "words" }), element("td", figures(sure)));
+    return row;
+  });
+  $("membership-groups").replaceChildren(headRow(["expert", "clients", "who", "mean q(z|s)"]), ...rows);
+  $("membership-tree").replaceChildren(...found.tree.map(({ round, words }) => element("li", `round ${round}: ${words}`)));
+  $("membership-tree").hidden = !found.tree.length;
 }
 const KINDS_OF_SIDE = {
   label: "label", client: "client", column: "side information", rotation: "rotation", group: "group",
@@ -435,6 +451,11 @@ function drawSent() {
   if (falling) {
     const [name, end, start] = falling;
     title = `what a round sends falls as experts are pruned: ${name} from ${figures(start)} to ${figures(end)} MiB`;
+  }
+  const rising = lines.find(([, end, start]) => end > 1.01 * start);
+  if (rising && !falling) {
+    const [name, end, start] = rising;
+    title = `what a round sends grows with the experts: ${name} from ${figures(start)} to ${figures(end)} MiB`;
   }
   const firstAndLast = some(lines.map(([name, end, start]) => `${name} ${figures(start)} and ${figures(end)}`));
   const yaxis = { rangemode: "tozero", automargin: true };
