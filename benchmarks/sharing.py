@@ -2,9 +2,9 @@
 
     python benchmarks/sharing.py [--turns 7] [--precision float32] [--rows "all but output" ...]
 
-The setting is the paper's on CIFAR-10 with made-up images: LeNet-5, 10 clients of 450, mini-batches of 64, one epoch, K = 4 unless
-a row says otherwise. Every form trains one round after the other, all with the same two workers; the ratio to FedAvg's round of the
-same turn hardly depends on what else the machine does.
+The setting is the paper's on CIFAR-10 with made-up images: LeNet-5, 10 clients of 450, mini-batches of 64, one epoch, K = 4
+unless a row says otherwise. Every form trains one round in turn with two workers; the ratio to FedAvg's round of the same turn
+hardly depends on what else the machine does.
 """
 
 import argparse

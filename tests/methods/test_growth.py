@@ -217,7 +217,10 @@ def test_clients_that_take_part_now_and_then_find_their_groups():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fedmix.evidence": "batch"}, "fedmix.evidence must be 'arriving' with fedmix.experts = 'auto' or fedmix.repair"),
+        (
+            {"fedmix.evidence": "batch"},
+            "fedmix.evidence must be 'arriving' with fedmix.experts = 'auto' or fedmix.repair",
+        ),
         ({"fedmix.eta": 0.5}, "fedmix.eta must be 0 with fedmix.experts = 'auto' or fedmix.repair"),
         ({"server.aggregation": "linear"}, "server.aggregation must be 'clients' with FedMix: experts are split by"),
         ({"fedmix.experts": "many"}, "fedmix.experts must be 1 or more, or 'auto'. Got 'many'"),
@@ -255,7 +258,13 @@ def test_with_a_fixed_number_the_same_moves_repair_a_bad_start():
     """Four experts drawn at random: on this seed two groups stay with one of them, unless experts are merged and split."""
     exact = {}
     for repair in (False, True):
-        changes = {"fedmix.experts": 4, "fedmix.repair": repair, "rounds": 20, "data.clients": 20, "data.permutations": 4}
+        changes = {
+            "fedmix.experts": 4,
+            "fedmix.repair": repair,
+            "rounds": 20,
+            "data.clients": 20,
+            "data.permutations": 4,
+        }
         experiment = hidden_groups(BAD_START, **changes)
         steps, _ = train_serially(experiment)
         main = steps[-1].state.extras["q_zs"].argmax(dim=1).tolist()

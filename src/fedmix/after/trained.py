@@ -51,7 +51,7 @@ class TrainedRun:
     @property
     def experts(self) -> tuple[Params, ...]:
         """The shared models, each as a state dict for the user's own module."""
-        return self._algorithm.experts(self._state)
+        return tuple(map(self._model.plain, self._algorithm.experts(self._state)))
 
     @cached_property
     def summary(self) -> Summary:

@@ -169,6 +169,7 @@ class Algorithm:
         Private layers come along: clients are sent them once, and start from there. Frozen tensors that differ do, too.
         """
         self._refuse_other_number_of_models(len(models))
+        models = self._with_factors(models)
         first = models[0]
         _refuse_other_model(first, self.setup.model.shapes, self.layout)
         return replace(
@@ -177,6 +178,16 @@ class Algorithm:
             experts=tuple(map(_copied, self._experts_from(models, rng))),
             once=self._once(self.layout.pick(first, "frozen"), self._private_of(first)),
         )
+
+    def _with_factors(self, models: Sequence[Params]) -> Sequence[Params]:
+        """The models of a run whose experts had no factors, with those that the experts of this run are drawn with."""
+        factors = self.setup.model.factors
+        if factors is None or any(name in models[0] for name in factors.names):
+            return models
+        if len(models) == 1:
+            models = list(models) * max(self.layout.experts, 1)
+        pairs = zip(models, self._drawn, strict=True)
+        return [{**model, **{name: drawn[name] for name in factors.names}} for model, drawn in pairs]
 
     def _refuse_other_number_of_models(self, given: int) -> None:
         wanted = max(self.layout.experts, 1)

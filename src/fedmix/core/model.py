@@ -368,9 +368,13 @@ class Model:
                 f"a module needs exactly the model's parameters. Missing or unexpected: {', '.join(wrong[:5])}."
             )
         module = copy.deepcopy(self.module)
-        plain = self.factors.composed(params) if self.factors else params
+        plain = self.plain(params)
         module.load_state_dict({name: value.detach().clone() for name, value in plain.items()}, strict=False)
         return module.eval()
+
+    def plain(self, params: Mapping[str, Tensor]) -> Params:
+        """These parameters as an ordinary module has them: factors are multiplied into the weights that they belong to."""
+        return self.factors.composed(params) if self.factors else dict(params)
 
     @property
     def template(self) -> Params:
