@@ -3,7 +3,7 @@
     python benchmarks/factors.py --seeds 0:5
 
 The mean of products is not the product of means, so averaging both factors is not averaging experts. `digits-permutation` with
-factors on its two layers, the number of experts found out, plain averaging at the server. fedmix ships 'one fixed'.
+factors on its two layers, the number of experts found out, plain averaging at the server. fedmix ships 'both averaged'.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from fedmix.settings.reading import read_recipe
 SETTINGS = {"experts": "auto", "evidence": "arriving", "shared": ["fc1"], "factor_layers": ["fc1", "out"]}
 
 
-def both_averaged(setup, settings):
-    """Each expert has both factors, and the server averages each of them."""
+def one_fixed(setup, settings):
+    """V is drawn once, is the same for all experts and is never trained: averaging U is averaging products."""
     method = page.fedmix(setup, settings)
     shipped = method.place
-    return replace(method, place=lambda name: "expert" if name.endswith(".down") else shipped(name))
+    return replace(method, place=lambda name: "frozen" if name.endswith(".down") else shipped(name))
 
 
 def factored_anew(setup, settings):
     """Both factors are the experts' own; the mean of their products is factored by a singular value decomposition."""
-    method = both_averaged(setup, settings)
+    method = page.fedmix(setup, settings)
     return replace(method, restructure=partial(_restructured, setup, method.restructure))
 
 
@@ -59,7 +59,7 @@ def _restructured(setup, inner, before, after, clients, replies, fields, points)
     return inner(before, replace(after, experts=tuple(experts)), clients, replies, fields, points)
 
 
-WAYS = {"one fixed": page.fedmix, "both averaged": both_averaged, "products factored anew": factored_anew}
+WAYS = {"both averaged": page.fedmix, "one fixed": one_fixed, "products factored anew": factored_anew}
 
 
 def main():

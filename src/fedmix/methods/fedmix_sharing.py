@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from fedmix.core.factors import DOWN, Factors
+from fedmix.core.factors import Factors
 from fedmix.core.method import Extras
 from fedmix.core.model import Model
 from fedmix.core.placement import Place
@@ -35,9 +35,7 @@ def placement(model: Model, settings: FedmixSettings) -> Callable[[str], Place]:
 
     def place(name: str) -> Place:
         if name in of_factors:
-            # what an expert's inputs are projected on is the same for all and never trained, so that the mean of products
-            # is the product of the mean (docs/decisions.md)
-            return "frozen" if name.endswith(f".{DOWN}") else "expert"
+            return "expert"
         return "shared" if name in shared or name in weights else "expert"
 
     return place
