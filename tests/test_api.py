@@ -297,3 +297,30 @@ def test_the_experts_of_a_run_are_drawn_once(tmp_path, monkeypatch):
     recipe = make_recipe({}, changes=flat({**TINY, "fedmix": {"experts": 3}, "data": {"clients": 4}}))
     train_recipe(recipe, tmp_path / "r", Where("local", 2), HandedOver())
     assert len(built) == 1 + 3  # one to look at, and the experts
+
+
+@pytest.mark.parametrize(
+    ("side", "more", "wanted"),
+    [
+        (
+            "label",
+            {},
+            {"shared": "all-but-output", "full_steps": True, "gamma": 0.9, "experts": 4, "evidence": "batch"},
+        ),
+        ("client", {}, {"shared": "all-but-output", "experts": "auto", "evidence": "arriving"}),
+        ("client", {"server": {"aggregation": "linear"}}, {"shared": "all-but-output", "experts": 4}),
+        (
+            "client",
+            {"fedmix": {"experts": 2}},
+            {"shared": "none", "experts": 2, "evidence": "batch", "full_steps": False},
+        ),
+    ],
+)
+def test_without_any_setting_of_fedmix_its_recommended_form_is_trained(tmp_path, side, more, wanted):
+    run = fedmix.train(federation=small_federation(side=side), out=tmp_path / "r", rounds=2, engine="serial", **more)
+    settings = run.recipe.fedmix
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    again = fedmix.train(
+        federation=small_federation(side=side), out=tmp_path / "r", rounds=3, engine="serial", resume=True, **more
+    )
+    assert len(again.metrics) == 3

@@ -20,9 +20,11 @@ from fedmix.after.inference import evaluate_run
 from fedmix.after.options import Options, Stages, nobody
 from fedmix.after.restore import restore
 from fedmix.after.trained import TrainedRun, load
+from fedmix.catalogue import CATALOGUE
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError
 from fedmix.methods.page import Page
+from fedmix.methods.registry import shipped_page
 from fedmix.report.comparison import Comparison, Sweep, compared, swept
 from fedmix.running.directory import RunDirectory
 from fedmix.running.files import write_json
@@ -89,7 +91,8 @@ def train(
     module; a dict is the recipe's [model]. output: the name of the model's output layer. model_start: "given" keeps the
     weights of a module as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
     algorithm: a method by name, `package.module:name` of your own method, or its page (fedmix.methods.Page).
-    settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}.
+    settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}. Without a recipe
+    and without any of FedMix's settings, the form of FedMix is the recommended one (docs/results.md); with one, the paper's.
     watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
     """
     if isinstance(model, dict):
@@ -160,10 +163,24 @@ def effective_recipe(
         effective = read_recipe(recipe, changes=changes, scale=scale)
     else:
         effective = make_recipe({"name": "own"}, changes=changes, scale=scale)
+        advice = _recommended(effective, changes)
+        if advice:
+            effective = make_recipe({"name": "own"}, changes=changes | advice, scale=scale)
     if isinstance(given.model, nn.Module):
         start = start_of(given.model, effective.model)
         effective = replace(effective, model=replace(effective.model, start=start))
     return effective
+
+
+def _recommended(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the method that are recommended to somebody who gives none of them; nothing once one of them is given."""
+    if recipe.algorithm not in CATALOGUE:
+        return {}
+    section = CATALOGUE[recipe.algorithm].section
+    if not section or any(key.startswith(f"{section}.") for key in changes):
+        return {}
+    advice = shipped_page(recipe.algorithm).recommended(recipe.data.side, recipe.server, recipe.privacy)
+    return {f"{section}.{key}": value for key, value in advice.items()}
 
 
 def _described_data(federation: Federation) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
 from fedmix.methods import fedavg, fedmix_evidence, fedmix_growth, fedmix_network, fedmix_sharing, gates
 from fedmix.methods.fedmix_mixture import Mixture
-from fedmix.methods.fedmix_settings import FedmixSettings
+from fedmix.methods.fedmix_settings import FedmixSettings, recommended
 from fedmix.methods.page import Page
 
 
@@ -144,7 +144,8 @@ def check(settings: FedmixSettings, server: ServerSettings, protection: PrivacyS
 
 
 PAPER = "Reisser, Louizos, Gavves and Welling, 2021"
-PAGE = Page("FedMix", fedmix, FedmixSettings, PAPER, check, fedmix_sharing.with_factors, fedmix_sharing.SETTLE)
+SHARING = (fedmix_sharing.with_factors, fedmix_sharing.SETTLE)
+PAGE = Page("FedMix", fedmix, FedmixSettings, PAPER, check, *SHARING, recommended)
 
 
 # -- a client ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The settings of FedMix. They check themselves when they are made; the comment behind each is its documentation."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from fedmix.core.settings import require
+from fedmix.core.method import VECTORS
+from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.errors import SettingError, one_of
 
 
@@ -140,3 +142,19 @@ _CHOICES = {
     "marginal": ("posterior", "exact"),
     "phi": ("global", "private", "network"),
 }
+
+
+def recommended(side: str, server: ServerSettings, protection: PrivacySettings) -> dict[str, Any]:
+    """The form of FedMix for somebody's own data, by what was measured (docs/results.md, 'A recommended form').
+
+    Experts share all but the output layer. Where c is the client, their number is found out, unless single clients may not be
+    seen; elsewhere experts step as far as one model would, and phi moves fast enough for a short run.
+    """
+    sharing = {"shared": "all-but-output"}
+    if side in VECTORS:
+        return sharing | {"phi": "network", "beta": 0.3}
+    if side != "client":
+        return sharing | {"full_steps": True, "gamma": 0.9}
+    if server.aggregation == "linear" or protection.noise:
+        return sharing
+    return sharing | {"experts": "auto", "evidence": "arriving"}

@@ -18,6 +18,11 @@ def nothing_to_check(settings: Any, server: ServerSettings, protection: PrivacyS
     """Every combination of settings is fine."""
 
 
+def no_recommendation(side: str, server: ServerSettings, protection: PrivacySettings) -> dict[str, Any]:
+    """The defaults are what is recommended."""
+    return {}
+
+
 def model_as_it_is(model: Model, settings: Any) -> Model:
     """The method needs nothing of the model beside its parameters."""
     return model
@@ -48,6 +53,8 @@ class Page:
     check: (settings, server, protection) -> None: it refuses settings that do not go together before anything is built.
     model: (model, settings) -> the model with what the method adds to it, such as factors of its weights.
     settle: for settings that are to be chosen before round 1; None: there are none.
+    recommended: (kind of side information, server, protection) -> settings for somebody's own data who gives none; they may
+    differ from the defaults, which are the paper's.
     """
 
     title: str
@@ -57,3 +64,4 @@ class Page:
     check: Callable[[Any, ServerSettings, PrivacySettings], None] = nothing_to_check
     model: Callable[[Model, Any], Model] = model_as_it_is
     settle: "Settle | None" = None
+    recommended: Callable[[str, ServerSettings, PrivacySettings], dict[str, Any]] = no_recommendation

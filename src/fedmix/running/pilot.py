@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedmix import schema
+from fedmix.catalogue import CATALOGUE
 from fedmix.engines.store import MemoryStore
 from fedmix.methods.page import Page, Settle
 from fedmix.methods.registry import shipped_page
@@ -34,7 +35,9 @@ def settled(
 
 
 def _settle_of(recipe: Recipe, page: Page | None) -> Settle | None:
-    """What decides the open settings of a recipe's method; None: nothing is open."""
+    """What decides the open settings of a recipe's method; None: nothing is open. Only shipped methods leave something open."""
+    if recipe.algorithm not in CATALOGUE:
+        return None
     settle = find_page(recipe.algorithm, page).settle
     return settle if settle is not None and settle.wanted(recipe.method_settings) else None
 
