@@ -40,6 +40,8 @@ def train_locally(experiment, workers):
         {},
         {"fedmix.eta": 0.8, "clients_per_round": 3, "fedmix.gamma": 0.5, "training.label_counts": True},
         {"training.precision": "bfloat16"},
+        {"fedmix.shared": "all-but-output", "fedmix.full_steps": True, "fedmix.expert_dropout": 0.5},
+        {"fedmix.factor_layers": ["fc1"], "fedmix.evidence": "arriving"},
     ],
 )
 def test_engines_agree(method, changes):
