@@ -1,0 +1,145 @@
+"""Accuracy against cost of what FedMix's experts may share: a table and a figure from the runs of sharing.sh.
+
+    python experiments/frontier.py experiments/runs/sharing docs/sharing-frontier.png
+
+Differences are paired over clients and seeds, with a bootstrap interval, and 'level' where it crosses zero. Computation is what
+`fedmix plan` counts for a round, in FedAvg rounds.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from fedmix.report.statistics import paired_difference
+from fedmix.running.plan import plan_recipe
+from fedmix.settings.reading import read_recipe
+
+KINDS = {"fine_tuned": "fine-tuned", "server": "server", "no_identity": "no identity"}
+NAMES = {
+    "fedavg": "FedAvg",
+    "output": "all but output shared",
+    "output-full-steps": "all but output shared, full steps",
+    "output-longer": "all but output shared, 70 rounds",
+    "output-counts": "all but output shared, label counts",
+    "rank": "convolutions shared, rank 8 on the hidden layer",
+    "convolutions": "convolutions shared",
+    "whole": "nothing shared",
+    "whole-full-steps": "nothing shared, full steps",
+    "ensemble": "nothing shared, gamma = 1 (never specialises)",
+    "dropout": "nothing shared, drop-out 0.8",
+    "pruned": "nothing shared, pruned with eta 0.9",
+    "wide": "FedAvg, twice the width",
+    "fedavg-counts": "FedAvg, label counts",
+    "paper": "nothing shared, K = 4, the paper's step",
+}
+
+
+def read(folder):
+    """{setting: {form: {seed: summary}}} and a recipe of each form."""
+    runs, recipes = {}, {}
+    for path in sorted(Path(folder).iterdir()):
+        if not (path / "summary.json").exists():
+            continue
+        setting, _, rest = path.name.partition("-")
+        form, _, seed = rest.rpartition("-seed")
+        summary = json.loads((path / "summary.json").read_text())
+        runs.setdefault(setting, {}).setdefault(form, {})[int(seed)] = summary
+        recipes[setting, form] = read_recipe(str(path))
+    return runs, recipes
+
+
+def mean(summaries, kind):
+    values = [summary["accuracy"]["test"][kind] for summary in summaries.values()]
+    return 100 * statistics.fmean(value["mean"] if isinstance(value, dict) else value for value in values)
+
+
+def gib(summaries):
+    return statistics.fmean((s["bytes_up"] + s["bytes_down"]) / 2**30 for s in summaries.values())
+
+
+def against(first, second, kind):
+    """The difference in words: +2.3 (+0.9 to +3.9), or level."""
+    pairs = [
+        (first[seed]["of_clients"]["test"].get(kind, {}), second[seed]["of_clients"]["test"].get(kind, {}))
+        for seed in first
+        if seed in second
+    ]
+    found = paired_difference(pairs)
+    if found is None:
+        return "-"
+    low, high = 100 * found["low"], 100 * found["high"]
+    words = f"{100 * found['mean']:+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"**{words}**" if low > 0 or high < 0 else f"level, {words}"
+
+
+def table(forms, recipes, setting):
+    base = plan_recipe(recipes[setting, "fedavg"])["flop_per_round"]
+    rounds = recipes[setting, "fedavg"].rounds
+    lines = ["| form | seeds | fine-tuned | server | no identity | server against FedAvg | GiB | computation |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for form in [name for name in NAMES if name in forms]:
+        runs = forms[form]
+        recipe = recipes[setting, form]
+        flop = plan_recipe(recipe)["flop_per_round"] / base * recipe.rounds / rounds
+        if recipe.algorithm == "fedmix" and recipe.fedmix.experts == "auto":
+            experts = read_recipe_with(recipe, experts=4, evidence="arriving")
+            flop = plan_recipe(experts)["flop_per_round"] / base * recipe.rounds / rounds
+        accuracy = " | ".join(f"{mean(runs, kind):.1f}" for kind in KINDS)
+        versus = "" if form == "fedavg" else against(runs, forms["fedavg"], "server")
+        lines.append(f"| {NAMES[form]} | {len(runs)} | {accuracy} | {versus} | {gib(runs):.2f} | {flop:.2f} |")
+    return lines
+
+
+def read_recipe_with(recipe, **settings):
+    from dataclasses import replace
+
+    return recipe.with_method_settings(replace(recipe.fedmix, **settings))
+
+
+def differences(forms, pairs):
+    lines = ["| | fine-tuned | server |", "|---|---|---|"]
+    for first, second in pairs:
+        if first in forms and second in forms:
+            cells = " | ".join(against(forms[first], forms[second], kind) for kind in ("fine_tuned", "server"))
+            lines.append(f"| {NAMES[first]} against {NAMES[second]} | {cells} |")
+    return lines
+
+
+def draw(runs, path):
+    figure, axes = plt.subplots(1, len(runs), figsize=(11, 4.6))
+    titles = {"skew": "label skew, 200 rounds", "permuted": "label permutations, 20 rounds unless said"}
+    for axis, (setting, forms) in zip(axes, sorted(runs.items(), reverse=True), strict=True):
+        for form, summaries in forms.items():
+            x, y = gib(summaries), mean(summaries, "server")
+            axis.scatter(x, y, color="#0072b2" if "fedavg" not in form and form != "wide" else "#d55e00", zorder=3)
+            axis.annotate(NAMES[form], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlabel("GiB sent in all")
+        axis.set_ylabel("accuracy with the server's weights, test, %")
+        axis.set_title(titles[setting], fontsize=10)
+        axis.margins(x=0.35, y=0.12)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main(folder, picture):
+    runs, recipes = read(folder)
+    for setting in sorted(runs, reverse=True):
+        print(f"\n## {setting}\n")
+        print("\n".join(table(runs[setting], recipes, setting)), "\n")
+        pairs = [("output", "whole"), ("output-full-steps", "whole-full-steps"), ("output-full-steps", "output")]
+        pairs += [("whole", "fedavg"), ("whole-full-steps", "fedavg"), ("ensemble", "fedavg"), ("rank", "output")]
+        pairs += [("output-longer", "whole"), ("output-full-steps", "fedavg"), ("output", "fedavg")]
+        print("\n".join(differences(runs[setting], pairs)))
+    draw(runs, picture)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
