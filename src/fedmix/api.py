@@ -136,12 +136,13 @@ def train_recipe(
 
 
 def _words_on_start(experiment: Experiment, model: Given) -> list[str]:
-    """What the user should know about the weights that a run starts from."""
+    """What the user should know about the data, and the weights that a run starts from."""
+    words = [experiment.federation.note] if experiment.federation.note else []
     if isinstance(model, nn.Module) and experiment.recipe.model.start != "given":
-        return ["the weights of the model are drawn anew; model_start='given' keeps those that it has"]
-    if experiment.algorithm.starts_equal():
-        return [EQUAL_START]
-    return []
+        words.append("the weights of the model are drawn anew; model_start='given' keeps those that it has")
+    elif experiment.algorithm.starts_equal():
+        words.append(EQUAL_START)
+    return words
 
 
 def effective_recipe(

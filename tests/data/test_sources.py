@@ -1,8 +1,10 @@
 """Publishers' files: found where users put them, verified, decoded once; what is damaged is refused by name."""
 
 import gzip
+import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from fedmix.data import partition, sources
+from fedmix.data.files import Version
 from fedmix.data.formats import cifar_binary, idx
 from fedmix.errors import DataError
 from fedmix.rng import stream
@@ -140,3 +143,27 @@ def test_the_real_files_are_read_and_a_second_start_is_quick(tmp_path, monkeypat
     began = time.monotonic()
     sources.load("cifar10")
     assert time.monotonic() - began < 1
+
+
+def test_the_published_rows_in_another_order_are_taken_and_said(tmp_path):
+    """A row too many, a changed byte: refused. The same rows in another order: read, with a note."""
+    rng = np.random.default_rng(0)
+    rows = [bytes(rng.integers(0, 256, size=3074, dtype=np.uint8)) for _ in range(6)]
+    path = tmp_path / "train.bin"
+    path.write_bytes(b"".join(rows))
+    published = hashlib.md5(path.read_bytes()).hexdigest()
+    sorted_rows = hashlib.sha256(b"".join(sorted(rows))).hexdigest()
+    version = Version(("x",), {"train.bin": published}, lambda paths: {}, rows={"train.bin": (3074, sorted_rows)})
+    assert version.verify(path)
+    path.write_bytes(b"".join(reversed(rows)))
+    assert not version.verify(path)
+    for wrong in ([*rows, rows[0]], [*rows[:-1], bytes(3074)]):
+        path.write_bytes(b"".join(wrong))
+        with pytest.raises(DataError, match="must have the published checksum"):
+            version.verify(path)
+    dataset = replace(sources.CIFAR100, versions=(replace(version, decode=lambda paths: {"train": np.array(6)}),))
+    assert dataset.mean
+    path.write_bytes(b"".join(reversed(rows)))
+    (tmp_path / "x").mkdir()
+    path.rename(tmp_path / "x" / "train.bin")
+    assert "train.bin are the published ones in another order" in str(dataset.arrays(str(tmp_path))["note"])

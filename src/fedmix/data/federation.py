@@ -47,6 +47,7 @@ class Federation:
     augment: bool = False  # training images are padded, cropped and mirrored at random
     labels: Sequence[str] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
+    note: str = ""  # what a user should know of the files that it was made from
     left_out: int = 0  # owners of data who have too few points to take part
     held_out: "Federation | None" = None  # clients that never take part in training; the same arrays, other points
     # How many points of each part the clients hold, where the points themselves are not here.

@@ -55,6 +55,7 @@ class Source:
     kinds: Sequence[str] = ()  # what the user calls the values of `column`
     labels: Sequence[str] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
+    note: str = ""  # what a user should know of these files
 
 
 def digits(data_dir: str | None = None) -> Source:
@@ -168,6 +169,10 @@ CIFAR100 = Dataset(
             {"train.bin": "6172c7755cfe09b2fe270c85cebc1b15", "test.bin": "4499cfba6c016c1be1438163640a0898"},
             _cifar_arrays(cifar_binary, 2),
             (Download(f"{KRIZHEVSKY}cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),),
+            {
+                "train.bin": (3074, "e087818905fce27ff63616d8f344858809aab7e66060ba0e155a3bb18453ec1e"),
+                "test.bin": (3074, "b8278c7d1bf36d32ce3e9f2a02eb2c80c9458dcf9a15571d082434cc68f5f5ce"),
+            },
         ),
         Version(
             ("cifar-100-python", "cifar100"),
@@ -349,6 +354,7 @@ def _source(dataset: Dataset, arrays: Arrays) -> Source:
         owner=numbers_if_any(arrays, "owner"),
         owners=arrays["owners"].tolist() if "owners" in arrays else (),
         coarse=numbers_if_any(arrays, "coarse"),
+        note=str(arrays.get("note", "")),
     )
 
 

@@ -164,6 +164,7 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
             augment=settings.augment != "none",
             labels=source.labels,
             features=source.features,
+            note=source.note,
             left_out=dealt.left_out,
         )
 
