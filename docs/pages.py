@@ -14,6 +14,7 @@ AS_THEY_STAND = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CITATION.cff": "CITATION.cff",
     "examples/tabular.py": "examples/tabular.py",
+    "examples/adapters.py": "examples/adapters.py",
 }
 SECTIONS = {  # of a recipe, in its order; the classes that hold them
     "": "Recipe",

@@ -92,7 +92,7 @@ def train(
     weights of a module as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
     algorithm: a method by name, `package.module:name` of your own method, or its page (fedmix.methods.Page).
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}. Without a recipe
-    and without any of FedMix's settings, the form of FedMix is the recommended one (docs/results.md); with one, the paper's.
+    and without any of FedMix's settings, the form of FedMix is the recommended one (docs/sharing.md); with one, the paper's.
     watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
     """
     if isinstance(model, dict):
@@ -122,7 +122,8 @@ def train_recipe(
 ) -> Summary:
     """Train one recipe into one directory, and give back its summary. Everything that trains calls this."""
     tools = check_tools(log)
-    recipe = settled(recipe, where, (given.federation, given.model, given.page), data_dir, out, resume)
+    RunDirectory.refuse_taken(out, resume, overwrite)
+    recipe = settled(recipe, where, (given.federation, given.model, given.page), data_dir, out, resume, listeners.hint)
     experiment = build(recipe, given.federation, given.model, data_dir, given.page)
     for words in _words_on_start(experiment, given.model):
         listeners.warn(words)

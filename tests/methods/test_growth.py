@@ -174,7 +174,7 @@ def test_engines_agree_and_a_run_can_be_resumed(tmp_path):
     assert [line["round"] for line in lines if line.get("structure")] == [2]
     assert len(lines[-1]["experts"]) == 3
     shown = command_line("show", str(tmp_path / "run")).stdout
-    assert "3 experts since round 2" in shown
+    assert "3 groups of 4, 4, 4 clients, unchanged since round 2" in shown
     assert "round 2: expert 0 is split into 0, 1, 2 with 4, 4, 4 clients" in shown
     x = made.federation.examples(0, "test").x
     client = loaded.client(0)
@@ -275,3 +275,13 @@ def test_with_a_fixed_number_the_same_moves_repair_a_bad_start():
             assert len(alive) == 4
             assert steps[0].state.extras["alive"].sum() == 4
     assert exact == {False: False, True: True}
+
+
+def test_an_expert_is_not_retired_before_most_clients_have_met_it():
+    """Two of twelve clients a round: after two rounds nobody can say that an expert has no clients."""
+    changes = {"fedmix.experts": 4, "fedmix.repair": True, "clients_per_round": 2, "rounds": 3}
+    steps, _ = train_serially(hidden_groups(0, **changes))
+    retired = [
+        event for step in steps for event in step.diagnosis.detail.get("structure", []) if event["what"] == "retired"
+    ]
+    assert retired == []

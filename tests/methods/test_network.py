@@ -168,3 +168,23 @@ phi = "network"
 def test_rotations_are_angles_too():
     done = command_line("plan", "digits-rotation", "--set", "data.side=angle", "--set", "fedmix.phi=network", "--json")
     assert done.returncode == 0, done.stderr
+
+
+def test_large_numbers_that_differ_a_little_are_told_apart():
+    """Times in seconds: in float32 they would all be the same."""
+    rng = np.random.default_rng(0)
+    c = 1.6e9 + rng.normal(size=(40, 1))
+    site = {"x": np.zeros((40, 2)), "y": np.arange(40) % 2, "c": c}
+    federation = Federation.from_clients({"a": site, "b": site}, side="vector")
+    assert federation.c.std() > 0.9
+    assert len(federation.c.unique()) == 40
+
+
+def test_vectors_of_different_lengths_and_without_spread_are_refused():
+    site = {"x": np.zeros((40, 2)), "y": np.arange(40) % 2, "c": np.random.default_rng(0).normal(size=(40, 2))}
+    other = {**site, "c": site["c"][:, :1]}
+    with pytest.raises(DataError, match="c must have the same shape on every client"):
+        Federation.from_clients({"a": site, "b": other}, side="vector")
+    constant = {**site, "c": np.ones((40, 2))}
+    with pytest.raises(DataError, match="Number 0 is the same for all of them"):
+        Federation.from_clients({"a": constant, "b": constant}, side="vector")

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedmix.core.mixture import ClientModule
 from fedmix.core.tree import flatten, nbytes
-from fedmix.core.types import Reply
+from fedmix.core.types import Message, Reply
 from fedmix.errors import ModelError, SettingError
 from fedmix.methods.fedmix_settings import FedmixSettings
 from fedmix.methods.fedmix_sharing import decide
@@ -365,3 +365,100 @@ def test_a_plan_compares_what_may_be_shared():
     refused = command_line("plan", "digits-skew", "--shared", "--algorithm", "fedavg")
     assert refused.returncode == 2
     assert "fedavg has no such setting" in refused.stderr
+
+
+# -- what a review found -------------------------------------------------------------------------------------------------
+
+
+def test_full_steps_are_the_same_whether_layers_are_shared_or_not_where_experts_are_left_out():
+    """Left-out experts leave their share to the others: an output layer's gradient is that of experts that share nothing."""
+    moved = {}
+    for name, changes in (("shared", OUTPUT), ("whole", {})):
+        more = {"training.batch_size": 100, "fedmix.full_steps": True, "fedmix.gamma": 1.0}
+        experiment = small_experiment(**changes, **more, **{"fedmix.expert_dropout": 0.5})
+        algorithm = experiment.algorithm
+        start = algorithm.init(0)
+        one = algorithm.init(0).experts[0] if name == "whole" else {**start.shared, **start.experts[0]}
+        phi = torch.tensor([[0.5, 0.2, 0.3]]).repeat(3, 1)
+        weights = {n: one[n] for n in algorithm.layout.expert}
+        tensors = {f"expert.{k}.{n}": v for k in (0, 1) for n, v in weights.items()}
+        message = Message({**{n: one[n] for n in algorithm.layout.shared}, **tensors, "phi": phi}, {"round": 1})
+        data = experiment.federation.examples(0, "train")
+        reply, _ = algorithm.client_update(message, algorithm.new_client(0), data, stream(0), None)
+        moved[name] = reply.tensors["expert.0.out.weight"] - message.tensors["expert.0.out.weight"]
+    assert torch.allclose(moved["shared"], moved["whole"], atol=1e-6)
+
+
+def test_a_warm_start_does_not_mix_bodies_and_heads(tmp_path):
+    whole = small_experiment()
+    state, _ = train_serially(whole)
+    models = whole.algorithm.experts(state)
+    for changes in (OUTPUT, FACTORS):
+        algorithm = small_experiment(**changes).algorithm
+        with pytest.raises(ModelError, match="models that agree in what experts share"):
+            algorithm.warm_start(algorithm.init(0), models, stream(0))
+    algorithm = small_experiment(**OUTPUT).algorithm
+    shared, _ = train_serially(small_experiment(**OUTPUT))
+    again = algorithm.warm_start(algorithm.init(0), algorithm.experts(shared), stream(0))
+    assert all(torch.equal(value, shared.shared[name]) for name, value in again.shared.items())
+
+
+class Tied(nn.Module):
+    """A model that uses one layer's weight in another place, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.out = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.out(torch.nn.functional.linear(self.a(x).relu(), self.a.weight))
+
+
+def test_factors_that_would_not_be_seen_are_refused():
+    with pytest.raises(ModelError, match="factors of a would not be seen"):
+        small_experiment(model=Tied, **{"fedmix.factor_layers": ["a"], "fedmix.rank": 1})
+
+
+class WithToken(nn.Module):
+    """A model with a parameter of its own at the top."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(2))
+        self.out = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.out(x + self.token)
+
+
+def test_auto_takes_a_parameter_at_the_top_for_a_layer():
+    model = small_experiment("fedavg", model=WithToken).model
+    settings = FedmixSettings(shared="auto", budget=3.0, experts=2)
+    assert decide(settings, model, dict.fromkeys(model.names, 0.1)).shared == "none"
+    settings = FedmixSettings(shared="auto", budget=1.85, experts=2)
+    assert decide(settings, model, dict.fromkeys(model.names, 0.1)).shared == ["token"]
+
+
+def frozen_output():
+    model = WithToken()
+    model.out.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fedmix.shared": "auto", "fedmix.factor_layers": ["fc1"]}, "the budget is about whole layers"),
+        ({"fedmix.experts": "auto", "fedmix.repair": True, "fedmix.evidence": "arriving"}, "begins with one expert"),
+        ({"fedmix.repair": True, "fedmix.evidence": "arriving", "fedmix.marginal": "exact"}, "'posterior' with"),
+    ],
+)
+def test_more_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(SettingError, match=message):
+        small_experiment(**changes)
+
+
+def test_an_output_layer_that_is_not_trained_leaves_nothing_to_choose():
+    with pytest.raises(SettingError, match="the output layer 'out' is not trained"):
+        small_experiment(model=frozen_output, **OUTPUT)

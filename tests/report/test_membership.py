@@ -56,3 +56,12 @@ def test_experts_that_are_not_about_clients_make_no_groups():
     assert membership(Made([without])) is None
     assert membership(Made([])) is None
     assert membership(Made([without], groups=[0, 0, 1, 1]))["exact_since"] == 2
+
+
+def test_clients_that_never_took_part_are_in_no_group():
+    lines = [line(2, [0, 0, 0, 0], clients=[0]), line(4, [0, 1, 0, 0], clients=[1])]
+    found = membership(Made(lines, groups=[0, 1, 0, 1]))
+    assert [group["clients"] for group in found["groups"]] == [["north"], ["south"]]
+    assert found["unseen"] == 2
+    assert found["exact_since"] == 4
+    assert "2 clients have not taken part yet." in words_of(found)

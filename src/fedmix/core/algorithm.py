@@ -172,12 +172,22 @@ class Algorithm:
         models = self._with_factors(models)
         first = models[0]
         _refuse_other_model(first, self.setup.model.shapes, self.layout)
+        self._refuse_different_shared(models)
         return replace(
             state,
             shared=_copied(self.layout.pick(first, "shared")),
             experts=tuple(map(_copied, self._experts_from(models, rng))),
             once=self._once(self.layout.pick(first, "frozen"), self._private_of(first)),
         )
+
+    def _refuse_different_shared(self, models: Sequence[Params]) -> None:
+        """Models that differ in what experts share here cannot be its experts: their other layers belong to other weights."""
+        for name in self.layout.shared:
+            if not all(torch.equal(models[0][name], other[name]) for other in models[1:]):
+                raise ModelError(
+                    f"a warm start needs models that agree in what experts share. {name} differs between the {len(models)} "
+                    "models of the other run; start with fedmix.shared = 'none' and no factor_layers, as it did."
+                )
 
     def _with_factors(self, models: Sequence[Params]) -> Sequence[Params]:
         """The models of a run whose experts had no factors, with those that the experts of this run are drawn with."""

@@ -70,7 +70,24 @@ class Model:
         model.factors = factors
         model._stackable = {}
         model._names = {*self._names, *factors.names}
+        model._refuse_factors_without_effect()
         return model
+
+    def _refuse_factors_without_effect(self) -> None:
+        """Refuse layers whose weight is used elsewhere than in their own forward pass: factors would not be seen there."""
+        params = self.init(stream(0, "factors"))
+        try:
+            with torch.no_grad():
+                hooked, _ = self.apply(params, self._example, training=False)
+                composed = self.module_with(params)(self._example)
+        except (IndexError, RuntimeError) as error:
+            raise ModelError(f"factors cannot be used with this model: {str(error).splitlines()[0][:120]}.") from error
+        if not torch.allclose(hooked, composed, rtol=1e-3, atol=1e-4):
+            layers = ", ".join(self.factors.layers) if self.factors else ""
+            raise ModelError(
+                f"factors of {layers} would not be seen: the model uses a weight of these layers elsewhere than in their own "
+                "forward pass (tied weights, attention's output projection). Name other layers."
+            )
 
     def _count_features(self, example: Tensor) -> int:
         """H, the width of the output layer's input, from a forward pass; logits of another shape are refused."""

@@ -283,18 +283,31 @@ def _side_information(
         values, index = np.unique(_stacked(blocks, "c"), return_inverse=True)
         return torch.from_numpy(index.astype(np.int64)), len(values)
     if side == "vector":
-        return _vectors(_stacked(blocks, "c"))
+        return _vectors(blocks)
     raise DataError(f"side must be 'label', 'client', 'column' or 'vector'. Got {side!r} instead.")
 
 
-def _vectors(c: npt.NDArray[Any]) -> tuple[Tensor, int]:
+def _vectors(blocks: Sequence[Block]) -> tuple[Tensor, int]:
     """Return side information that is several numbers of each point, and how many."""
+    try:
+        c = _stacked(blocks, "c")
+    except ValueError as error:
+        raise DataError(f"c must have the same shape on every client: {error}.") from error
     if c.ndim != 2 or c.dtype.kind not in "biuf" or not np.isfinite(c.astype(np.float64)).all():
         raise DataError(f"c must be finite numbers [N, D] with side='vector'. Got {c.dtype} of shape {list(c.shape)}.")
-    return torch.from_numpy(c.astype(np.float32)), c.shape[1]
+    return torch.from_numpy(c.astype(np.float64)), c.shape[1]
 
 
 def standardised(vectors: Tensor, train: Sequence[Indices]) -> Tensor:
-    """Shift and scale each number to mean 0 and standard deviation 1 over all training points: [N, D] -> [N, D]."""
+    """Shift and scale each number to mean 0 and standard deviation 1 over all training points: [N, D] -> [N, D].
+
+    float64 until then: in float32 large numbers that differ a little, such as times, would all be the same.
+    """
     known = vectors[torch.from_numpy(np.concatenate(train))]
-    return (vectors - known.mean(dim=0)) / known.std(dim=0, correction=0).clamp(min=1e-6)
+    spread = known.std(dim=0, correction=0)
+    if bool((spread == 0).any()):
+        constant = (spread == 0).nonzero().flatten().tolist()
+        raise DataError(
+            f"c must differ between points to tell them apart. Number {constant[0]} is the same for all of them."
+        )
+    return ((vectors - known.mean(dim=0)) / spread).float()

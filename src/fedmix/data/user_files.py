@@ -253,6 +253,8 @@ def _refuse_gaps(path: Path, name: str, column: Sequence[str], lines: Sequence[i
 
 def _number_columns(path: Path, cells: Cells, names: list[str], lines: list[int]) -> Array:
     """Several columns of numbers as one array [N, D]."""
+    if not names:
+        raise DataError("data.args.side must name a column, or a list of one or more. Got an empty list.")
     columns = []
     for name in names:
         _require_column(path, cells, name)
@@ -394,7 +396,7 @@ def _vectors(path: Path, c: Array) -> Array:
         raise DataError(
             f"{path}: side information c [N, D] must be finite numbers. Got {c.dtype} of shape {list(c.shape)}."
         )
-    return np.ascontiguousarray(c.astype(np.float32))
+    return np.ascontiguousarray(c.astype(np.float64))
 
 
 def _inputs(path: Path, x: Array) -> Arrays:

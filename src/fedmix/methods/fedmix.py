@@ -34,6 +34,7 @@ from fedmix.core.placement import Unpacked
 from fedmix.core.server import State
 from fedmix.core.settings import PrivacySettings, ServerSettings, require
 from fedmix.core.tree import Params, subtree
+from fedmix.errors import SettingError
 from fedmix.methods import fedavg, fedmix_evidence, fedmix_growth, fedmix_network, fedmix_sharing, gates
 from fedmix.methods.fedmix_mixture import Mixture
 from fedmix.methods.fedmix_settings import FedmixSettings, recommended
@@ -45,6 +46,7 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
     mix = Mixture(setup, settings)
     mix.prior  # noqa: B018 (shares that do not fit are refused now)
     if mix.shares_everything:
+        _refuse_nothing_to_choose(settings.shared, setup.model.output)
         # one model for all: nothing is left that a gate could choose between
         return fedavg.fedavg(setup)
     bound_or_direct = partial(loss, mix)
@@ -82,6 +84,15 @@ def fedmix(setup: Setup, settings: FedmixSettings) -> Method:
         ungroupable=ungroupable(settings),
         adapts="gate alone",
     )
+
+
+def _refuse_nothing_to_choose(shared: str | list[str], output: str) -> None:
+    """A list may name everything; a word that leaves the output layer to experts must find one that is trained."""
+    if isinstance(shared, str) and shared != "none":
+        raise SettingError(
+            f"fedmix.shared = {shared!r} leaves nothing to experts: the output layer {output!r} is not trained. Name what they "
+            "share, or 'none'."
+        )
 
 
 def reply_fields(mix: Mixture) -> dict[str, Field]:
@@ -246,7 +257,10 @@ def _with_full_steps(parts: Parts, q: Tensor, weight: Tensor) -> Parts:
 
     Everybody's q sums to one over experts, so what is shared steps as one model would. q: as it was before the mini-batch.
     """
-    times = objective.longer(q[..., parts.held], weight)
+    q_held = q[..., parts.held]
+    # left-out experts leave their share to the others, as in the loss
+    q_held = q_held / q_held.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    times = objective.longer(q_held, weight)
     experts = {k: objective.scaled_gradients(expert, times) for k, expert in parts.experts.items()}
     return parts._replace(experts=experts, stacked=objective.scaled_gradients(parts.stacked, times))
 

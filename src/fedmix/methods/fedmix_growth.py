@@ -19,6 +19,7 @@ from fedmix.core.server import State
 from fedmix.core.tree import Params
 
 REMEMBERED = 16  # rounds that a client's last update counts, where only some clients take part in a round
+SEEN = 0.8  # the share of clients that must have met an expert before it is said that nobody uses it
 AGE = 2  # rounds that an expert is left alone after it was born
 
 
@@ -133,6 +134,8 @@ class Growth:
         if bool(users.any()):
             heir = structure.stand_in(self.extras["fits"], self._known_fits(), k, others, users, self.classes)
             what = "merged"
+        elif float(self._known_fits()[:, k].float().mean()) < SEEN:
+            return  # most clients have not been asked yet
         else:
             heir = others[int(self.extras["fits"][:, others].mean(dim=0).argmax())]
             what = "retired"

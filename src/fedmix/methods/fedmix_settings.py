@@ -88,6 +88,8 @@ class FedmixSettings:
         require(self.budget >= 1, "fedmix.budget", "1 FedAvg round or more", self.budget)
         require(self.rank >= 0, "fedmix.rank", "1 or more, or 0 for factors of rows and columns", self.rank)
         require(0 <= self.expert_dropout < 1, "fedmix.expert_dropout", "in [0, 1)", self.expert_dropout)
+        must = "named, not 'auto', with fedmix.factor_layers: the budget is about whole layers"
+        require(self.shared != "auto" or not self.factor_layers, "fedmix.shared", must, self.shared)
         must = "0 with fedmix.expert_dropout: both leave experts out"
         require(not self.expert_dropout or not self.eta, "fedmix.eta", must, self.eta)
 
@@ -113,6 +115,9 @@ class FedmixSettings:
         must = f"0 {with_it}: how well each expert fits a client must be known"
         require(self.expert_dropout == 0, "fedmix.expert_dropout", must, self.expert_dropout)
         require(self.phi == "global", "fedmix.phi", f"'global' {with_it}", self.phi)
+        require(self.marginal == "posterior", "fedmix.marginal", f"'posterior' {with_it}", self.marginal)
+        must = "false with fedmix.experts = 'auto', which begins with one expert"
+        require(self.experts != "auto" or not self.repair, "fedmix.repair", must, self.repair)
 
     def _check_direct(self) -> None:
         """The direct objective has no posterior, so whatever needs one must be off."""
@@ -145,7 +150,7 @@ _CHOICES = {
 
 
 def recommended(side: str, server: ServerSettings, protection: PrivacySettings) -> dict[str, Any]:
-    """The form of FedMix for somebody's own data, by what was measured (docs/results.md, 'A recommended form').
+    """The form of FedMix for somebody's own data, by what was measured (docs/sharing.md, 'A recommended form').
 
     Experts share all but the output layer. Where c is the client, their number is found out, unless single clients may not be
     seen; elsewhere experts step as far as one model would, and phi moves fast enough for a short run.

@@ -50,8 +50,8 @@ def _shared(model: Model, choice: str | Sequence[str]) -> list[str]:
         return [name for name in names if not name.startswith(f"{model.output}.")]
     if choice == "auto":
         raise SettingError(
-            "fedmix.shared = 'auto' is decided by a short run before training, which a deployment does not have. Name what "
-            "experts share; `fedmix plan RECIPE --shared` lists what it costs."
+            "fedmix.shared = 'auto' is decided by a short run when `fedmix train` starts; here, and in a deployment, there is "
+            "none. Name what experts share; `fedmix plan RECIPE --shared` lists what it costs."
         )
     return _matching([choice] if isinstance(choice, str) else choice, names, "fedmix.shared", "parameter")
 
@@ -106,11 +106,11 @@ def decide(settings: FedmixSettings, model: Model, divergence: Mapping[str, floa
             f"layers alone cost that many FedAvg rounds. Got {settings.budget:g} instead."
         )
     others = [layer for layer in sizes if layer not in experts]
-    others.sort(key=lambda layer: _mean_divergence(layer, sizes[layer], divergence), reverse=True)
+    others.sort(key=lambda layer: _mean_divergence(sizes[layer], divergence), reverse=True)
     for layer in others:
         if cost([*experts, layer]) <= settings.budget:
             experts.append(layer)
-    shared = [f"{layer}.{name}" for layer, tensors in sizes.items() if layer not in experts for name in tensors]
+    shared = [name for layer, tensors in sizes.items() if layer not in experts for name in tensors]
     return replace(settings, shared=shared or "none")
 
 
@@ -119,15 +119,15 @@ def _trained_sizes(model: Model) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     for name, value in model.template.items():
         if name not in model.frozen:
-            layer, _, inside = name.rpartition(".")
-            sizes.setdefault(layer, {})[inside] = value.numel()
+            layer = name.rpartition(".")[0]
+            sizes.setdefault(layer, {})[name] = value.numel()
     return sizes
 
 
-def _mean_divergence(layer: str, tensors: Mapping[str, int], divergence: Mapping[str, float]) -> float:
+def _mean_divergence(tensors: Mapping[str, int], divergence: Mapping[str, float]) -> float:
     """The divergence of a layer: that of its tensors, weighted by how many numbers they have."""
     total = sum(tensors.values())
-    return sum(count / total * divergence[f"{layer}.{name}"] for name, count in tensors.items())
+    return sum(count / total * divergence[name] for name, count in tensors.items())
 
 
 def keep(settings: FedmixSettings, before: FedmixSettings) -> FedmixSettings:
@@ -135,4 +135,9 @@ def keep(settings: FedmixSettings, before: FedmixSettings) -> FedmixSettings:
     return replace(settings, shared=before.shared)
 
 
-SETTLE = Settle(is_open, decide, keep)
+def words(settings: FedmixSettings) -> str:
+    shared = settings.shared if isinstance(settings.shared, str) else ", ".join(settings.shared)
+    return f"experts share {'nothing' if shared == 'none' else shared}"
+
+
+SETTLE = Settle(is_open, decide, keep, words)

@@ -35,11 +35,13 @@ class Settle:
     wanted: (settings) -> whether something is to be decided.
     decide: (settings, model, divergence of each parameter between clients) -> settings in which it is decided.
     keep: (settings, those of the run that is resumed) -> settings with what that run decided.
+    words: (settings) -> what was decided, in a sentence.
     """
 
     wanted: Callable[[Any], bool]
     decide: Callable[[Any, Model, Mapping[str, float]], Any]
     keep: Callable[[Any, Any], Any]
+    words: Callable[[Any], str]
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,19 @@ def membership(run: Run) -> dict[str, Any] | None:
     last = lines[-1]["q_zs"]
     if len(names) != len(last):
         names = [str(s) for s in range(len(last))]
+    seen = _took_part(run.lines, len(last))
+    if not seen:
+        return None
     main = _main_experts(lines[-1])
-    members = {k: [s for s, expert in enumerate(main) if expert == k] for k in sorted(set(main))}
+    members = {k: [s for s in seen if main[s] == k] for k in sorted({main[s] for s in seen})}
+    truth = None if truth is None else [truth[s] for s in seen]
     return {
         "groups": [_group(k, clients, names, last) for k, clients in members.items()],
-        "since": _since(lines, lambda line: _partition(_main_experts(line)) == _partition(main)),
-        "sure": sum(map(max, last)) / len(last),
-        "unsure": [names[s] for s, row in enumerate(last) if max(row) < SURE],
-        "exact_since": _exact_since(lines, truth),
+        "since": _since(lines, lambda line: _groups_in(line, seen) == _groups_in(lines[-1], seen)),
+        "sure": sum(max(last[s]) for s in seen) / len(seen),
+        "unsure": [names[s] for s in seen if max(last[s]) < SURE],
+        "unseen": len(last) - len(seen),
+        "exact_since": _exact_since(lines, truth, seen),
         "truth": len(set(truth)) if truth is not None else None,
         "tree": [
             {"round": line["round"], "words": event_words(event), **event}
@@ -48,6 +53,8 @@ def words_of(found: Mapping[str, Any]) -> str:
     words = (
         f"{groups} of {sizes} clients, unchanged since round {found['since']}; mean largest q(z|s) {found['sure']:.2f}."
     )
+    if found["unseen"]:
+        words += f" {found['unseen']} clients have not taken part yet."
     if found["unsure"]:
         words += f" {len(found['unsure'])} clients are unsure (below {SURE})."
     if found["truth"] is None:
@@ -65,6 +72,20 @@ def _group(k: int, clients: Sequence[int], names: Sequence[str], q: Sequence[Seq
     }
 
 
+def _took_part(lines: Sequence[MetricsLine], clients: int) -> list[int]:
+    """The clients that ever took part; all of them, where metrics do not tell."""
+    named = [line["clients"] for line in lines if "clients" in line]
+    if not named:
+        return list(range(clients))
+    return sorted({s for of_round in named for s in of_round if s < clients})
+
+
+def _groups_in(line: MetricsLine, seen: Sequence[int]) -> list[int]:
+    """The groups that main experts make of these clients after a round."""
+    main = _main_experts(line)
+    return _partition([main[s] for s in seen])
+
+
 def _main_experts(line: MetricsLine) -> list[int]:
     """The expert that each client uses most."""
     return [max(range(len(row)), key=row.__getitem__) for row in line["q_zs"]]
@@ -76,11 +97,11 @@ def _partition(labels: Sequence[int]) -> list[int]:
     return [order.setdefault(label, len(order)) for label in labels]
 
 
-def _exact_since(lines: Sequence[MetricsLine], truth: Sequence[int] | None) -> int | None:
+def _exact_since(lines: Sequence[MetricsLine], truth: Sequence[int] | None, seen: Sequence[int]) -> int | None:
     """The round from which on main experts are the true groups to the end; None: at the end they are not."""
     if truth is None:
         return None
-    return _since(lines, lambda line: _partition(_main_experts(line)) == _partition(truth))
+    return _since(lines, lambda line: _groups_in(line, seen) == _partition(truth))
 
 
 def _since(lines: Sequence[MetricsLine], holds: Any) -> int | None:

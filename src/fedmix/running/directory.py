@@ -39,17 +39,22 @@ class RunDirectory:
         self._lock: Any = None
 
     @staticmethod
+    def refuse_taken(path: Path, resume: bool, overwrite: bool) -> None:
+        """Refuse a folder that is no run's, or one that holds a run, unless that is to go on or to be replaced."""
+        _refuse_what_is_no_run(path)
+        if (path / schema.RECIPE).exists() and not (resume or overwrite):
+            raise RunError(
+                f"{path} holds a run already. Use --resume to go on with it, --overwrite to replace it, or another --out."
+            )
+
+    @staticmethod
     def open(path: Path, recipe: Recipe, resume: bool, overwrite: bool) -> "RunDirectory":
         """A new directory, one of the same recipe (resume), or a new one in the place of an old run (overwrite).
 
         A run that is resumed may have more rounds than before.
         """
-        _refuse_what_is_no_run(path)
+        RunDirectory.refuse_taken(path, resume, overwrite)
         holds_run = (path / schema.RECIPE).exists()
-        if holds_run and not (resume or overwrite):
-            raise RunError(
-                f"{path} holds a run already. Use --resume to go on with it, --overwrite to replace it, or another --out."
-            )
         path.mkdir(parents=True, exist_ok=True)
         run = RunDirectory(path)
         run._take_lock()

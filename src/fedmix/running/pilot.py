@@ -1,6 +1,6 @@
 """A short run of FedAvg before round 1, for settings that depend on how far clients disagree (`fedmix.shared = "auto"`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,18 @@ FEDAVG = "fedavg"
 
 
 def settled(
-    recipe: Recipe, where: Where, given: tuple[Any, Given, Page | None], data_dir: str | None, out: Path, resume: bool
+    recipe: Recipe,
+    where: Where,
+    given: tuple[Any, Given, Page | None],
+    data_dir: str | None,
+    out: Path,
+    resume: bool,
+    say: Callable[[str], None],
 ) -> Recipe:
-    """The recipe with everything decided that its method leaves to a short run; a run that is resumed keeps what it had."""
+    """The recipe with everything decided that its method leaves to a short run; a run that is resumed keeps what it had.
+
+    say: told before the short run, and what it decided.
+    """
     settle = _settle_of(recipe, given[2])
     if settle is None:
         return recipe
@@ -31,7 +40,10 @@ def settled(
         before = read_recipe(str(out))
         if before.algorithm == recipe.algorithm:
             return recipe.with_method_settings(settle.keep(recipe.method_settings, before.method_settings))
-    return recipe.with_method_settings(_decided(recipe, settle, where, given, data_dir))
+    say(f"{min(ROUNDS, recipe.rounds)} rounds of FedAvg decide what is left open in the recipe")
+    settings = _decided(recipe, settle, where, given, data_dir)
+    say(settle.words(settings))
+    return recipe.with_method_settings(settings)
 
 
 def _settle_of(recipe: Recipe, page: Page | None) -> Settle | None:
@@ -52,7 +64,8 @@ def _decided(
     with here.open(Stage(experiment, MemoryStore)) as engine:
         start = experiment.algorithm.init(recipe.seed)
         clients, cohort = len(experiment.federation), recipe.clients_per_round
-        steps = list(rounds(experiment.algorithm, engine, start, recipe.seed, clients, cohort, ROUNDS))
+        last = min(ROUNDS, recipe.rounds)  # beyond, a schedule would have no rate
+        steps = list(rounds(experiment.algorithm, engine, start, recipe.seed, clients, cohort, last))
     return settle.decide(recipe.method_settings, experiment.model, _mean_divergence(steps))
 
 

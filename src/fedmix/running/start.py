@@ -29,4 +29,8 @@ def _experts_of_other_run(experiment: Experiment) -> tuple[Params, ...]:
     other = read_recipe(str(path)) if (path / "recipe.toml").is_file() else None
     model = experiment.model.build if other and other.model.name == OWN else None
     page = experiment.page if other and other.algorithm == OWN else None
-    return reopen(path, model, page).experts
+    run = reopen(path, model, page)
+    if run.model.factors == experiment.model.factors:
+        return run.experts
+    # other factors, or none: whole weights are what both runs have
+    return tuple(map(run.model.plain, run.experts))

@@ -396,6 +396,9 @@ def _side(side: str, source: Source, shifted: _Shifted, points: list[Indices], t
         return _same_for_client(list(range(len(points))), points, shifted.y), taking_part
     if side == "group" and shifted.groups is not None:
         return _same_for_client(shifted.groups, points, shifted.y), max(shifted.groups) + 1
+    if side in ("vector", "column") and (source.column is not None or source.vector is not None):
+        must = "a list of columns, or c [N, D]," if side == "vector" else "one column, or c [N],"
+        raise DataError(f"data.side = {side!r} needs {must} as side information. This data has it in the other form.")
     raise DataError(
         f"data.side = {side!r} is not there in this data; use 'label' or 'client', or add the shift that makes it."
     )
