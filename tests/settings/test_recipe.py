@@ -29,7 +29,7 @@ def test_effective_settings_read_back_the_same(name, tmp_path):
         ({"fedmix.experts": True}, "fedmix.experts must be a whole number or text. Got True"),
         ({"fedmix.gamma": "high"}, "fedmix.gamma must be a number. Got 'high'"),
         ({"fedmix.gamma": 1.5}, r"fedmix.gamma must be in \[0, 1\]"),
-        ({"fedmix.phi": "shared"}, "fedmix.phi must be one of global, private"),
+        ({"fedmix.phi": "shared"}, "fedmix.phi must be one of global, network, private"),
         ({"fedmix.objective": "direct"}, "fedmix.marginal must be 'exact' with fedmix.objective = 'direct'"),
         ({"fedmix.prior": "guess"}, "fedmix.prior must be one of"),
         ({"model.hidden": 64}, "model.hidden must be a list. Got 64"),
