@@ -118,8 +118,14 @@ def draw(runs, path):
         for form, summaries in forms.items():
             x, y = gib(summaries), mean(summaries, "server")
             axis.scatter(x, y, color="#0072b2" if "fedavg" not in form and form != "wide" else "#d55e00", zorder=3)
-            axis.annotate(NAMES[form], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7)
+            right = x > 0.5 * max(map(gib, forms.values()))
+            side = {"ha": "right", "xytext": (-6, 4)} if right else {"ha": "left", "xytext": (6, 4)}
+            axis.annotate(NAMES[form], (x, y), textcoords="offset points", fontsize=7, **side)
         axis.set_xscale("log")
+        ticks = [tick for tick in (0.2, 0.3, 0.5, 1, 2, 3, 5, 10) if min(map(gib, forms.values())) / 1.5 < tick]
+        ticks = [tick for tick in ticks if tick < 1.5 * max(map(gib, forms.values()))]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
         axis.set_xlabel("GiB sent in all")
         axis.set_ylabel("accuracy with the server's weights, test, %")
         axis.set_title(titles[setting], fontsize=10)
