@@ -153,18 +153,12 @@ def plan(args: Any) -> int:
     from fedmix.settings.reading import read_recipe
 
     recipe = read_recipe(args.recipe, args.algorithm, changes(args), args.scale)
-    if args.shared:
-        rows = plan_sharing(recipe, args.data_dir, args.workers)
-        if args.json:
-            print(json.dumps(rows))
-        else:
-            show(sharing_table(rows))
-        return 0
-    costs = plan_recipe(recipe, args.data_dir, args.workers)
+    make, table = (plan_sharing, sharing_table) if args.shared else (plan_recipe, plan_table)
+    costs: Any = make(recipe, args.data_dir, args.workers)
     if args.json:
         print(json.dumps(costs))
     else:
-        show(plan_table(costs))
+        show(table(costs))
     return 0
 
 
