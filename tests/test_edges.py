@@ -165,10 +165,10 @@ def test_local_global_averages_whole_blocks_with_their_shortcuts():
 @pytest.mark.parametrize(
     ("x", "y", "wrong"),
     [
-        ([[0.0], [1.0]], 1, "y is a single value"),
-        (3.0, [0, 1], "x is a single value"),
-        ([["tall"], ["short"]], [0, 1], "arrays of numbers"),
-        ([[0.0], [1.0, 2.0]], [0, 1], "arrays of numbers"),
+        ([[0.0], [1.0]], 1, "a value for each point. Got a single value, 1"),
+        (3.0, [0, 1], "a value for each point. Got a single value, 3.0"),
+        ([["tall"], ["short"]], [0, 1], "x must be numbers, one row a point. Got <U5"),
+        ([[[0.0]], [[1.0, 2.0]]], [0, 1], "an array of numbers, one row a point"),
     ],
 )
 def test_arrays_that_are_none_are_refused(x, y, wrong):
@@ -187,7 +187,7 @@ def test_images_of_bytes_are_normalised_after_loading_too(small_files, tmp_path)
     directory.close()
     index = experiment.federation.parts["test"][3]
     raw, y = experiment.federation.x[index], experiment.federation.y[index]
-    accuracy = (fedmix.load(tmp_path / "r").client(3).predict(raw) == y).double().mean().item()
+    accuracy = (fedmix.load(tmp_path / "r").client(3).predict(raw) == np.asarray(y)).mean()
     assert raw.dtype == torch.uint8
     assert accuracy == pytest.approx(summary["of_clients"]["test"]["server"]["3"])
 

@@ -119,6 +119,7 @@ class RunFile(TypedDict):
     title: NotRequired[str]
     model: NotRequired[str]
     code: NotRequired[str]
+    found_out: NotRequired[dict[str, Any]]  # about the model, with real inputs: loading a run tries nothing
 
 
 class Session(TypedDict):
@@ -148,7 +149,7 @@ class FederationFile(TypedDict):
     points: dict[str, list[int]]
     input: list[int]
     classes: int
-    labels: list[str]
+    labels: list[Any]  # what the user calls the classes: words, truth values or numbers
     features: list[dict[str, Any]]
     categories: int
     side: str
@@ -158,6 +159,11 @@ class FederationFile(TypedDict):
     left_out: int
     mean: list[float]
     std: list[float]
+    kinds: NotRequired[list[str]]  # what the values of c are called, where c is a column
+    side_moments: NotRequired[list[list[float]]]  # what a vector c was standardised with
+    roles: NotRequired[dict[str, Any]]  # which column of a table is the label, the client, the side
+    input_kind: NotRequired[str]  # "float", "integer" or "bytes"
+    input_parts: NotRequired[list[dict[str, Any]]]  # several inputs, or sequences, as rows of one tensor
     digest: str
 
 

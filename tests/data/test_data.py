@@ -229,11 +229,11 @@ def test_own_arrays_become_a_federation():
         ({}, "at least one client"),
         ({"a": {"x": [[1.0]]}}, "client a must give arrays x, y. y is missing"),
         ({"a": {"x": [[1.0]], "y": [0, 1]}}, "client a must give arrays of one length"),
-        ({"a": {"x": [[1.0]] * 9, "y": [0.5] * 9}}, "client a: y must be a list of whole numbers"),
+        ({"a": {"x": [[1.0]] * 9, "y": [0.5] * 9}}, "client a: labels must be classes. Got 0.5"),
         ({"a": {"x": [[np.nan]] * 9, "y": [0] * 9}}, "client a: x must be finite"),
-        ({"a": {"x": [[1.0]] * 9, "y": [-1] * 9}}, "labels must be whole numbers from 0"),
-        ({"a": {"x": [[1.0]] * 9, "y": [1] * 9}, "b": {"x": [[1.0, 2.0]] * 9, "y": [1] * 9}}, "same shape on every client"),
-        ({"a": {"x": [[1.0]] * 2, "y": [1] * 2}}, "client a must have points for training"),
+        ({"a": {"x": [[1.0]] * 9, "y": [-1] * 9}}, "labels must be of two kinds or more. All are -1"),
+        ({"a": {"x": [[1.0]] * 9, "y": [1] * 9}, "b": {"x": [[1.0, 2.0]] * 9, "y": [0] * 9}}, "same shape on every client"),
+        ({"a": {"x": [], "y": []}}, "a client must have 1 or more points to train on"),
     ],
 )  # fmt: skip
 def test_arrays_that_cannot_be_used_are_refused_by_client(arrays, wrong):

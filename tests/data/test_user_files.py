@@ -23,6 +23,11 @@ def write_csv(path, rows):
     return str(path)
 
 
+def whole(source):
+    """A source whose rows are all trained on."""
+    return source.with_statistics_of(np.arange(len(source.y)))
+
+
 PATIENTS = [
     "age,blood,hospital,ward,outcome",
     *(
@@ -42,7 +47,8 @@ def test_a_table_becomes_a_federation_of_its_clients(tmp_path):
     assert federation.labels == ["ill", "well"]
     assert federation.y.tolist() == [0 if i % 5 == 0 else 1 for i in range(60)]
     ages = np.arange(20, 80)
-    assert np.allclose(federation.x[:, 0], (ages - ages.mean()) / ages.std(), atol=1e-6)
+    of_training = ages[np.concatenate(federation.parts["train"])]  # validation and test rows tell nothing
+    assert np.allclose(federation.x[:, 0], (ages - of_training.mean()) / of_training.std(), atol=1e-6)
     assert federation.x[:, 1:].tolist() == np.eye(3)[[[1, 2, 0][i % 3] for i in range(60)]].tolist()  # words: 0, A, B
     everything = np.concatenate([federation.parts[part][1] for part in ("train", "validation", "test")])
     assert sorted(everything) == list(range(0, 60, 2))
@@ -50,7 +56,7 @@ def test_a_table_becomes_a_federation_of_its_clients(tmp_path):
 
 def test_columns_can_be_chosen_and_numbers_left_alone(tmp_path):
     file = write_csv(tmp_path / "patients.csv", PATIENTS)
-    source = table(None, file, label="ward", features=["age"], standardise=False)
+    source = whole(table(None, file, label="ward", features=["age"], standardise=False))
     assert source.x[:3].tolist() == [[20], [21], [22]]
     assert source.y[:5].tolist() == [0, 1, 2, 3, 0]
     assert source.owner is None
@@ -78,7 +84,7 @@ def test_columns_can_be_chosen_and_numbers_left_alone(tmp_path):
 )
 def test_tables_that_cannot_be_used_are_refused(rows, args, wrong, tmp_path):
     with pytest.raises(DataError, match=wrong):
-        table(None, write_csv(tmp_path / "t.csv", rows), **({"label": "y"} | args))
+        whole(table(None, write_csv(tmp_path / "t.csv", rows), **({"label": "y"} | args)))
 
 
 def test_arrays_of_a_file_are_taken_by_name(tmp_path):
@@ -90,7 +96,8 @@ def test_arrays_of_a_file_are_taken_by_name(tmp_path):
     assert np.array_equal(source.x.numpy(), pictures.transpose(0, 3, 1, 2))
     assert (list(source.owners), source.owner[:2].tolist()) == (["a", "b"], [1, 0])
     assert source.column[:4].tolist() == [0, 2, 0, 1]
-    assert source.mean == pytest.approx((pictures / 255).mean(axis=(0, 1, 2)))
+    assert whole(source).mean == pytest.approx((pictures / 255).mean(axis=(0, 1, 2)))
+    assert whole(source).std == pytest.approx((pictures / 255).std(axis=(0, 1, 2)))
     settings = DataSettings(
         source="npz", clients=0, split="by-client", args={"file": str(tmp_path / "own.npz"), "x": "pictures"}
     )
@@ -171,7 +178,9 @@ def test_labels_that_are_written_differently_are_different(tmp_path):
 
 
 def test_how_a_table_became_numbers_is_kept(tmp_path):
-    source = table(None, write_csv(tmp_path / "patients.csv", PATIENTS), label="outcome", features=["age", "blood"])
+    source = whole(
+        table(None, write_csv(tmp_path / "patients.csv", PATIENTS), label="outcome", features=["age", "blood"])
+    )
     age, blood = source.features
     assert (age["column"], blood["words"]) == ("age", ["0", "A", "B"])
     assert np.allclose(source.x[:, 0], (np.arange(20, 80) - age["mean"]) / age["std"], atol=1e-5)

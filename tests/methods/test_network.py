@@ -162,7 +162,7 @@ phi = "network"
     recipe.write_text(recipe.read_text().replace('"weight"] }', '"site"] }'))
     done = command_line("train", str(recipe), "--out", str(tmp_path / "other"), "--quiet")
     assert done.returncode == 2
-    assert "column 'site' must be numbers to be part of a vector" in done.stderr
+    assert "'site' must be numbers. 'a' (line 2)" in done.stderr
 
 
 def test_rotations_are_angles_too():

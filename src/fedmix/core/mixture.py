@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from fedmix.core.algorithm import Algorithm
 from fedmix.core.method import LABELS
+from fedmix.core.model import as_logits
 from fedmix.core.types import Message, Private
 
 
@@ -36,9 +37,9 @@ class ClientModule(nn.Module):
     def _catch(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._caught.append(args[0].flatten(1))
 
-    def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _outputs(self, *inputs: Tensor, **by_name: Tensor) -> tuple[Tensor, Tensor]:
         self._caught.clear()
-        logits = torch.stack([expert(x) for expert in self.experts])
+        logits = torch.stack([as_logits(expert(*inputs, **by_name)) for expert in self.experts])
         features = torch.stack(self._caught)
         self._caught.clear()
         return logits + self.get_buffer("labels"), features
@@ -51,9 +52,23 @@ class ClientModule(nn.Module):
         logits, features = self._outputs(x)
         return self._combine(logits, features, self._private(), self._held)
 
-    def expert_weights(self, x: Tensor) -> Tensor:
+    def expert_weights(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
         """p(z|x,s): how much each expert that the client holds counts for each input. [B, ...] -> [B, K']"""
-        _, features = self._outputs(x)
+        _, features = self._outputs(*inputs, **by_name)
         if self._gates is None:
             return features.new_ones(features.shape[1], 1)
         return self._gates(features, self._private(), self._held)
+
+
+class ClientModuleOfSeveralInputs(ClientModule):
+    """The same for a model with several inputs, or with sequences: it is called as the user's own module is."""
+
+    def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
+        logits, features = self._outputs(*inputs, **by_name)
+        return self._combine(logits, features, self._private(), self._held)
+
+
+def client_module(algorithm: Algorithm, message: Message, private: Private) -> ClientModule:
+    """A client's whole predictor as a module."""
+    kind = ClientModuleOfSeveralInputs if algorithm.setup.model.inputs else ClientModule
+    return kind(algorithm, message, private)

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedmix.core.factors import Factors
+from fedmix.core.inputs import Input, arguments
 from fedmix.core.tree import Params
 from fedmix.errors import ModelError
 from fedmix.rng import Stream, stream
@@ -32,11 +33,24 @@ STACK_PARAMETERS = 250_000  # larger models fill the cores by themselves
 class Model:
     """A classifier whose parameters live outside of it. `build` makes a module; each call draws fresh parameters."""
 
-    def __init__(self, build: Factory, output: str, example: Tensor, classes: int, precision: str = "float32") -> None:
+    def __init__(
+        self,
+        build: Factory,
+        output: str,
+        example: Tensor,
+        classes: int,
+        precision: str = "float32",
+        inputs: Sequence[Input] = (),
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
         """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs.
 
         precision: that of convolutions and products in training; parameters, outputs and predictions are float32.
+        inputs: what a row of the example holds, where that is several inputs or a sequence. known: what was found out about
+        this model in training (`found_out`), so that nothing is tried: an example of zeros may not be an input at all.
         """
+        self.inputs = tuple(inputs)
+        self.as_floats = False  # whole numbers are given to the module as they are, unless it cannot take them
         self.build = build
         self._bfloat16 = precision == "bfloat16"
         self._example = example
@@ -53,11 +67,40 @@ class Model:
         self._names = {name for name, _ in self.module.named_parameters()}
         self._refuse_what_cannot_be_averaged()
         self.channels_last = False  # while it is found out whether the module works with them
-        self.channels_last = self._works_with_channels_last(example)
-        self.features = self._count_features(example)
-        self._refuse_buffers_that_change(example)
+        self._known = known
+        if known:
+            self.as_floats, self.channels_last = known["as_floats"], known["channels_last"]
+            self.features = int(known["features"])
+        else:
+            self.as_floats = self._takes_floats_alone(example)
+            self.channels_last = self._works_with_channels_last(example)
+            self.features = self._count_features(example)
+            self._refuse_buffers_that_change(example)
         self.frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
         self.parameters = sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def found_out(self) -> dict[str, Any]:
+        """What was tried with real inputs, for a run directory: it is then loaded without any."""
+        stacks = [sorted(names) for names, can in self._stackable.items() if can]
+        return {
+            "features": self.features,
+            "channels_last": self.channels_last,
+            "as_floats": self.as_floats,
+            "stacks": stacks,
+        }
+
+    def _takes_floats_alone(self, example: Tensor) -> bool:
+        """Whether whole numbers must be made floats for this module: nn.Linear takes floats, nn.Embedding whole numbers."""
+        if example.is_floating_point() or self.inputs:
+            return False
+        self.module.train(False)
+        try:
+            with torch.no_grad():
+                self._call(self._params(self.module), example)
+        except (RuntimeError, IndexError, TypeError):
+            return True
+        return False
 
     def with_factors(self, factors: Factors) -> "Model":
         """The same model, whose experts differ in some layers by factors of their weights."""
@@ -70,7 +113,8 @@ class Model:
         model.factors = factors
         model._stackable = {}
         model._names = {*self._names, *factors.names}
-        model._refuse_factors_without_effect()
+        if not self._known:
+            model._refuse_factors_without_effect()
         return model
 
     def _refuse_factors_without_effect(self) -> None:
@@ -91,14 +135,27 @@ class Model:
 
     def _count_features(self, example: Tensor) -> int:
         """H, the width of the output layer's input, from a forward pass; logits of another shape are refused."""
-        with torch.no_grad():
-            logits, features = self.apply(self._params(self.module), example, training=False)
+        try:
+            with torch.no_grad():
+                logits, features = self.apply(self._params(self.module), example, training=False)
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise ModelError(
+                f"the model must take the data's inputs, {self._in_words(example)}. It cannot: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0]}."
+            ) from error
         if logits.dim() != 2 or logits.shape[1] != self.classes:
             raise ModelError(
                 f"the model must give [batch, {self.classes}] logits, one for each class. Got {list(logits.shape)} instead; "
                 f"set its number of outputs to {self.classes}."
             )
         return int(features.shape[1])
+
+    def _in_words(self, example: Tensor) -> str:
+        """The inputs of a mini-batch in words."""
+        if self.inputs:
+            return ", ".join(f"{part.name or 'x'} [batch, {str(list(part.shape))[1:-1]}]" for part in self.inputs)
+        kind = "float32" if example.is_floating_point() or self.as_floats else "whole numbers"
+        return f"[batch, {', '.join(map(str, example.shape[1:]))}] of {kind}"
 
     def init(self, rng: Stream) -> Params:
         """Parameters of a new model, drawn from this stream alone."""
@@ -198,6 +255,8 @@ class Model:
         return self._stackable[key]
 
     def _can_be_stacked(self, experts: frozenset[str]) -> bool:
+        if self._known:
+            return sorted(experts) in self._known["stacks"]
         share_nothing = experts >= self._names
         if share_nothing or any(isinstance(self._owner(name), _ConvNd) for name in experts & self._plain):
             return False
@@ -372,10 +431,17 @@ class Model:
             self._device = x.device
         if self.channels_last:
             x = _channels_last(x)
+        args, by_name = self.arguments(x)
         plain = {name: value for name, value in params.items() if name in self._plain} if self.factors else dict(params)
         with self.factors.applied(self._layers, params) if self.factors else nullcontext():
-            logits: Tensor = functional_call(self.module, plain, (x,), tie_weights=self._tied)
-        return logits
+            logits = functional_call(self.module, plain, args, by_name, tie_weights=self._tied)
+        return as_logits(logits)
+
+    def arguments(self, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What the module is called with for rows of inputs, by position and by name."""
+        if self.inputs:
+            return arguments(self.module, x, self.inputs)
+        return (x.float() if self.as_floats else x,), {}
 
     def module_with(self, params: Mapping[str, Tensor]) -> nn.Module:
         """An ordinary module with these parameters, for use outside of a federation."""
@@ -456,6 +522,18 @@ class Model:
                     f"buffer {name!r} changes in a forward pass: it is neither a parameter that is averaged nor constant. "
                     "Use a layer without running statistics (nn.GroupNorm, nn.LayerNorm)."
                 )
+
+
+def as_logits(outcome: Any) -> Tensor:
+    """The logits in what a module gives: a tensor, or the `logits` of an output in the style of Hugging Face."""
+    if isinstance(outcome, Tensor):
+        return outcome
+    logits = outcome.get("logits") if isinstance(outcome, Mapping) else getattr(outcome, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise ModelError(
+        f"the model must give a tensor of logits [batch, classes], or an output with `logits`. Got {type(outcome).__name__}."
+    )
 
 
 class Where(NamedTuple):

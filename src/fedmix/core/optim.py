@@ -1,6 +1,7 @@
 """Optimisers as (init, update): pure functions over named tensors, for clients (SGD) and for the server (SGD, Adam)."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from fedmix.core.tree import Params
 
 OptState = dict[str, Params]
+LARGE = 2**18  # numbers in a tensor from which on new memory is slow
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,34 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
         params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
     ) -> tuple[Params, OptState]:
         new, velocity = dict(params), dict(state.get("velocity", {}))
+        reusable = set() if momentum or weight_decay else large_and_alone(grads)
         for name, g in grads.items():
             w = params[name]
             if weight_decay:
                 g = g.add(w, alpha=weight_decay)
             if momentum:
                 g = velocity[name] = velocity[name].mul(momentum).add_(g)
-            new[name] = w.sub(g, alpha=lr * factor)
+            memory = g if name in reusable else None
+            new[name] = torch.sub(w, g, alpha=lr * factor, out=memory)
         return new, ({"velocity": velocity} if momentum else {})
 
     return Optimizer(init, update)
+
+
+def large_and_alone(grads: Mapping[str, Tensor]) -> set[str]:
+    """The large gradients whose memory holds nothing else, so that a step may write its result there.
+
+    New memory for some megabytes costs more than the step itself. autograd may give two parameters the same gradient, or a
+    view of one number; these are left out.
+    """
+    uses = Counter(g.untyped_storage().data_ptr() for g in grads.values())
+    return {name for name, g in grads.items() if g.numel() >= LARGE and _fills_its_memory(g, uses)}
+
+
+def _fills_its_memory(value: Tensor, uses: Mapping[int, int]) -> bool:
+    memory = value.untyped_storage()
+    whole = value.is_contiguous() and memory.nbytes() == value.numel() * value.element_size()
+    return whole and uses[memory.data_ptr()] == 1
 
 
 def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, rows: bool = False) -> Optimizer:

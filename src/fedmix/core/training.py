@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedmix.core.optim import Optimizer, keep_rows
-from fedmix.core.tree import Params, like_tree, tensors_of
+from fedmix.core.tree import Params, all_finite, like_tree, tensors_of
 from fedmix.core.types import Examples
 from fedmix.errors import StepError
 from fedmix.rng import Stream
@@ -107,12 +107,13 @@ def train_client(
     # copies, since a module may touch its weights, and these are the server's
     current = {name: value.clone() for name, value in params.items()}
     state = schedule.optimizer.init(current)
+    kind = next((w.dtype for w in current.values() if w.is_floating_point()), torch.get_default_dtype())
     losses: list[Tensor] = []  # read at the end: nothing waits for the device inside the loop
     views = rng.child("augment")
     with rng.child("dropout").torch():
         batches = schedule.passes.batches(len(data), rng.child("batches"), data.x.device)
         for step, index in enumerate(batches, start=1):
-            batch = _as_batch(data.batch(index, views))
+            batch = _as_batch(data.batch(index, views), kind)
             leaves = _leaves(current, trains)
             try:
                 points, penalty, carry = loss_of(current | leaves, batch, carry)
@@ -145,8 +146,7 @@ def values_of(losses: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def _as_batch(points: Examples) -> Batch:
-    kind = points.x.dtype if points.x.is_floating_point() else torch.get_default_dtype()
+def _as_batch(points: Examples, kind: torch.dtype) -> Batch:
     weight = torch.full((len(points),), 1 / max(len(points), 1), dtype=kind, device=points.x.device)
     return Batch(points.x, points.y, points.c, weight)
 
@@ -156,7 +156,7 @@ def refuse_what_is_not_finite(losses: Sequence[float], params: Mapping[str, Tens
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
             raise StepError(f"step {step}: the loss is {value}; a smaller client_lr may help")
-    if not all(bool(torch.isfinite(value).all()) for value in params.values()):
+    if not all(all_finite(value) for value in params.values()):
         raise StepError(f"step {len(losses)}: the weights are not finite any more; a smaller client_lr may help")
 
 

@@ -154,3 +154,9 @@ def placed(flat: Mapping[str, Tensor], device: torch.device) -> Params:
 
 def nbytes(flat: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in flat.values())
+
+
+def all_finite(value: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    # A finite sum is the fast way to know it; but the sum of finite numbers may overflow.
+    return bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all())

@@ -7,29 +7,37 @@ For example, of two clients whose arrays are at hand:
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmix.core.inputs import Input
 from fedmix.core.types import Examples
+from fedmix.data import clients as own
 from fedmix.data import partition
+from fedmix.data.arrays import refuse_side_that_measures
 from fedmix.data.augment import crop_and_flip
+from fedmix.data.clients import PARTS as PARTS
+from fedmix.data.labels import Label, numbered, refuse_one_kind
 from fedmix.data.partition import Indices
-from fedmix.errors import DataError
+from fedmix.data.tables import Roles, read_csv
+from fedmix.errors import DataError, one_of
 from fedmix.rng import Stream, stream
 
-PARTS = ("train", "validation", "test")
-UNDIVIDED = "undivided"  # in place of a part: the points of a client that does not say which are for what
-Block = dict[str, Any]  # arrays x, y and perhaps c, with a row for each point
+SideMoments = tuple[Sequence[float], Sequence[float]]
+# What may be said of a table beside its label: how its columns become numbers.
+TABLE_OPTIONS = {"features", "leave_out", "words", "missing", "missing_values", "standardise"}
+FROM_CLIENTS = ("side", "validation", "test", "classes", "min_size", "small", "seed", "label", "side_column")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Federation:
     """Inputs x [N, ...], labels y [N] and side information c [N]; `parts[part][s]` are the points of client s."""
 
@@ -45,13 +53,18 @@ class Federation:
     mean: tuple[float, ...] = ()  # images of bytes become (x / 255 - mean) / std, channel by channel
     std: tuple[float, ...] = ()
     augment: bool = False  # training images are padded, cropped and mirrored at random
-    labels: Sequence[str] = ()  # what the user calls the classes
+    labels: Sequence[Label] = ()  # what the user calls the classes
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
     note: str = ""  # what a user should know of the files that it was made from
     left_out: int = 0  # owners of data who have too few points to take part
     held_out: "Federation | None" = None  # clients that never take part in training; the same arrays, other points
     # How many points of each part the clients hold, where the points themselves are not here.
     elsewhere: Mapping[str, Sequence[int]] | None = None
+    kinds: Sequence[str] = ()  # what the user calls the values of c, where it is a column of categories
+    side_moments: tuple[Sequence[float], Sequence[float]] = ((), ())  # what a vector c was standardised with
+    roles: Mapping[str, Any] = field(default_factory=dict)  # which column of a table is the label, the client, the side
+    # Several inputs, or sequences of different lengths, as rows of x; empty: x is what the model is given.
+    input_parts: tuple[Input, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,6 +78,8 @@ class Federation:
 
     def inputs(self, index: Tensor) -> Tensor:
         """Return what a model is given for these points: numbers as they are, images of bytes normalised."""
+        if self.input_parts:
+            return self.x[index]
         return normalised(self.x[index], self.mean, self.std)
 
     def unit(self, x: Tensor) -> Tensor:
@@ -72,7 +87,7 @@ class Federation:
         if self.mean:
             shift, scale = _by_channel(self.mean, x), _by_channel(self.std, x)
             return (x * scale + shift).clamp(0, 1)
-        if not ((x >= 0) & (x <= 1)).all():
+        if self.input_parts or not ((x >= 0) & (x <= 1)).all():
             raise DataError("a density model of the inputs needs images, or numbers in [0, 1]. These are neither.")
         return x
 
@@ -120,55 +135,132 @@ class Federation:
 
     @staticmethod
     def from_clients(
-        clients: Mapping[Any, Mapping[str, Any]],
+        clients: Mapping[Any, Any] | Sequence[Any],
         *,
         side: str = "label",
         validation: float = 0.1,
         test: float = 0.2,
         classes: int | None = None,
+        min_size: int = 0,
+        small: str = "keep",
         seed: int = 0,
+        label: str = "",
+        side_column: str | list[str] = "",
+        **table_options: Any,
     ) -> "Federation":
-        """Make a federation of arrays that are at hand: {client: {"x": [N, ...], "y": [N]}, ...}.
+        """Make a federation of data that is at hand: {client: data, ...}, or a list of clients' data.
 
-        Optional for each client: "c" [N], side information of any kind (numbers or words), used with side="column",
-        or several numbers of each point [N, D], used with side="vector"; or "train", "validation" and "test", each with
-        its own x, y (and c), in place of a random split.
-        side: what q(z|c) is conditioned on: "label", "client", "column" or "vector".
+        A client's data is {"x": [N, ...], "y": [N]}, a pair (x, y), a pandas DataFrame (label="..." names its label), a torch
+        Dataset of pairs or a Hugging Face Dataset; or {"train": data, "validation": data, "test": data} in place of a random
+        split. Labels are words, truth values or whole numbers, and predictions give them back.
+
+        x: an array or tensor; images of bytes are normalised; whole numbers stay whole numbers, for nn.Embedding. A list of
+        sequences of different lengths is filled up with zeros, and a model whose forward names `mask` or `lengths` is given
+        them. A dict of several inputs goes to the model by name.
+        side: what q(z|c) is conditioned on: "label", "client", "column" (a category of each point, "c" beside x and y, or
+        side_column of a DataFrame) or "vector" (several numbers of each point).
+        min_size, small: clients with fewer points than min_size are kept ("keep"), left out ("leave-out") or merged into one
+        ("merge"). A kept client with too few points to divide trains on all of them.
+        table_options: for DataFrames, as for a CSV: features, leave_out, words, missing, missing_values, standardise.
         """
-        if not clients:
-            raise DataError("a federation must have at least one client. Got none.")
-        names = [str(name) for name in clients]
-        blocks: list[Block] = []
-        parts: dict[str, list[Indices]] = {part: [] for part in PARTS}
-        sizes: list[int] = []
-        start = 0
-        for s, (name, arrays) in enumerate(zip(names, clients.values(), strict=True)):
-            client_blocks = _client_blocks(name, arrays, side)
-            rng = stream(seed, "federation", "parts", s)
-            client_parts = _client_parts(name, client_blocks, start, validation, test, rng)
-            for part in PARTS:
-                parts[part].append(client_parts[part])
-            blocks += client_blocks.values()
-            sizes.append(sum(map(len, client_parts.values())))
-            start += sizes[-1]
-        y = torch.from_numpy(_stacked(blocks, "y").astype(np.int64))
-        classes = _number_of_classes(y, classes)
-        owner = np.repeat(np.arange(len(names)), sizes)
-        c, categories = _side_information(side, y, owner, blocks, classes)
+        roles = _roles(label, side_column, table_options)
+        data = own.read_clients(clients, own.Wanted(side in ("column", "vector"), roles))
+        known = own.sort_out(data, min_size, small)
+        blocks = list(own.blocks_of(known.clients))
+        parts = _parts_of_clients(known.clients, validation, test, seed)
+        names = [client.name for client in known.clients]
+        owner = np.repeat(np.arange(len(names)), [client.size for client in known.clients])
+        labels = numbered(own.joined([block.y for block in blocks], "labels"), "labels", classes)
+        refuse_one_kind(labels.names)
+        y = torch.from_numpy(labels.index)
+        c, categories, kinds = _side_information(side, y, owner, blocks, len(labels.names))
+        side_moments: SideMoments = ((), ())
         if c.is_floating_point():
-            c = standardised(c, parts["train"])
-        x = _stacked_inputs(blocks)
-        return Federation(x, y, c, parts, names, classes, categories, side)
+            c, side_moments = standardised(c, parts["train"])
+        inputs = own.prepare_inputs([block.x for block in blocks], np.concatenate(parts["train"]), table_options, roles)
+        return Federation(
+            inputs.x,
+            y,
+            c,
+            parts,
+            names,
+            len(labels.names),
+            categories,
+            side,
+            mean=inputs.mean,
+            std=inputs.std,
+            labels=labels.names,
+            features=inputs.features,
+            note="; ".join([*known.notes, *_notes_on_parts(parts, names)]),
+            left_out=known.left_out,
+            kinds=kinds,
+            side_moments=side_moments,
+            roles={"label": label, "side": side_column} if label else {},
+            input_parts=inputs.parts,
+        )
+
+    @staticmethod
+    def from_table(table: Any, *, label: str, client: str, **options: Any) -> "Federation":
+        """Make a federation of one table, whose column `client` says who each row belongs to.
+
+        table: a pandas DataFrame, or the path of a CSV file, whose separator and decimal sign are found out. options: as in
+        `from_clients`.
+        """
+        if isinstance(table, (str, os.PathLike)):
+            table = read_csv(Path(table), options.pop("separator", ""), options.pop("decimal", ""))
+        leave_out = [*options.pop("leave_out", []), client]
+        rows = own.by_column(table, client)
+        federation = Federation.from_clients(rows, label=label, leave_out=leave_out, **options)
+        return replace(federation, roles={**federation.roles, "client": client})
+
+    def __repr__(self) -> str:
+        points = sum(self.size(s, part) for s in range(len(self)) for part in PARTS)
+        shape = ", ".join(part.name or "x" for part in self.input_parts) or "x".join(map(str, self.x.shape[1:]))
+        few = ", ".join(self.names[:3]) + (", ..." if len(self) > 3 else "")
+        return f"Federation({len(self)} clients ({few}), {points:,} points of {shape}, {self.classes} classes)"
+
+
+def _roles(label: str, side_column: str | list[str], options: dict[str, Any]) -> Roles | None:
+    """Which columns of a table are what; the options of tables that are left say how columns become numbers."""
+    unknown = sorted(set(options) - TABLE_OPTIONS)
+    if unknown:
+        raise DataError(one_of("an argument of from_clients", unknown[0], [*TABLE_OPTIONS, *FROM_CLIENTS]))
+    features, leave_out = options.pop("features", ()), options.pop("leave_out", ())
+    if not label:
+        return None
+    return Roles(label, "", side_column, tuple(features), tuple(leave_out))
+
+
+def _parts_of_clients(
+    clients: Sequence[own.ClientData], validation: float, test: float, seed: int
+) -> dict[str, list[Indices]]:
+    """Which points each client trains, validates and tests on; points are numbered client by client."""
+    parts: dict[str, list[Indices]] = {part: [] for part in PARTS}
+    start = 0
+    for s, client in enumerate(clients):
+        rng = stream(seed, "federation", "parts", s)
+        divided = _client_parts(client, start, validation, test, rng)
+        for part in PARTS:
+            parts[part].append(divided[part])
+        start += client.size
+    return parts
+
+
+def _notes_on_parts(parts: Mapping[str, Sequence[Indices]], names: Sequence[str]) -> list[str]:
+    """Which clients have too few points to be measured on."""
+    untested = [name for name, points in zip(names, parts["test"], strict=True) if not len(points)]
+    if not untested or len(untested) == len(names):
+        return []
+    few = ", ".join(untested[:3]) + (", ..." if len(untested) > 3 else "")
+    return [f"{len(untested)} clients ({few}) have no test points: they train, and no accuracy is measured on them"]
 
 
 def normalised(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return numbers as float32, and images of bytes as (x / 255 - mean) / std, channel by channel."""
+    """Return numbers as float32, whole numbers as int64, and images of bytes as (x / 255 - mean) / std, channel by channel."""
     if x.is_floating_point():
         return x.float()
     if not mean:
-        raise DataError(
-            f"x must be numbers with a decimal point. Got {x.dtype} without a mean and std to normalise it with."
-        )
+        return x.to(torch.int64)
     shift, scale = _by_channel(mean, x), _by_channel(std, x)
     return (x.float() / 255 - shift) / scale
 
@@ -187,121 +279,57 @@ def client_number(names: Sequence[str], client: int | str) -> int:
     raise DataError(f"a client must be one of {len(names)} ({', '.join(names[:5])}, ...). Got {client!r} instead.")
 
 
-def _client_blocks(name: str, arrays: Mapping[str, Any], side: str) -> dict[str, Block]:
-    """Check a client's arrays: those of each part if it divides its points itself, else all of them as UNDIVIDED."""
-    given = {part: arrays[part] for part in PARTS if part in arrays} or {UNDIVIDED: arrays}
-    return {part: _checked(name, block, side) for part, block in given.items()}
-
-
 def _client_parts(
-    name: str, blocks: Mapping[str, Block], start: int, validation: float, test: float, rng: Stream
+    client: own.ClientData, start: int, validation: float, test: float, rng: Stream
 ) -> dict[str, Indices]:
     """Number a client's points from `start` and say which of them are in each part."""
-    if UNDIVIDED in blocks:
-        points = np.arange(start, start + len(blocks[UNDIVIDED]["y"]))
-        divided = partition.three_parts(points, validation, test, rng, name)
+    if own.UNDIVIDED in client.blocks:
+        points = np.arange(start, start + client.size)
+        if not partition.can_be_divided(len(points), validation, test):
+            nothing = np.arange(0)
+            return {"train": points, "validation": nothing, "test": nothing}
+        divided = partition.three_parts(points, validation, test, rng, client.name)
         return dict(zip(PARTS, divided, strict=True))
     parts = {part: np.arange(0) for part in PARTS}
-    for part, block in blocks.items():
-        end = start + len(block["y"])
+    for part, block in client.blocks.items():
+        end = start + len(block)
         parts[part] = np.arange(start, end)
         start = end
-    if not len(parts["train"]):
-        raise DataError(f"client {name} must have points for training. Got none.")
     return parts
 
 
-def _checked(name: str, block: Mapping[str, Any], side: str) -> Block:
-    """Return a client's x, y and, where side information is a column, c as arrays, or say what is wrong with them."""
-    wanted = ("x", "y", "c") if side in ("column", "vector") else ("x", "y")
-    missing = [key for key in wanted if key not in block]
-    if missing:
-        raise DataError(f"client {name} must give arrays {', '.join(wanted)}. {', '.join(missing)} is missing.")
-    arrays = _as_arrays(name, block, wanted)
-    _check_lengths(name, arrays)
-    _check_values(name, arrays["x"], arrays["y"])
-    return arrays
-
-
-def _as_arrays(name: str, block: Mapping[str, Any], wanted: Sequence[str]) -> Block:
-    try:
-        arrays = {key: np.asarray(block[key]) for key in wanted}
-        arrays["x"] = arrays["x"].astype(np.float32)
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"client {name} must give arrays of numbers, one row a point. Got something else: {error}."
-        ) from error
-    return arrays
-
-
-def _check_lengths(name: str, arrays: Block) -> None:
-    single = [key for key, values in arrays.items() if values.ndim == 0]
-    if single:
-        raise DataError(f"client {name} must give arrays {', '.join(arrays)}. {', '.join(single)} is a single value.")
-    lengths = {key: len(values) for key, values in arrays.items()}
-    if len(set(lengths.values())) != 1:
-        raise DataError(f"client {name} must give arrays of one length. Got {lengths}.")
-
-
-def _check_values(name: str, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> None:
-    if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise DataError(f"client {name}: y must be a list of whole numbers. Got {y.dtype} {y.shape}.")
-    if not np.isfinite(x).all():
-        raise DataError(f"client {name}: x must be finite. It holds NaN or infinity.")
-
-
-def _stacked(blocks: Sequence[Block], key: str) -> npt.NDArray[Any]:
-    """Put the arrays of all clients below each other."""
-    return np.concatenate([block[key] for block in blocks])
-
-
-def _stacked_inputs(blocks: Sequence[Block]) -> Tensor:
-    try:
-        return torch.from_numpy(_stacked(blocks, "x"))
-    except ValueError as error:
-        raise DataError(f"x must have the same shape on every client: {error}.") from error
-
-
-def _number_of_classes(y: Tensor, classes: int | None) -> int:
-    """Return how many classes there are: as many as the user says, else as many as the labels go up to."""
-    smallest, largest = int(y.min()), int(y.max())
-    count = classes or largest + 1
-    if smallest < 0 or largest >= count:
-        raise DataError(f"labels must be whole numbers from 0 to {count - 1}. Got {smallest} to {largest}.")
-    return count
-
-
 def _side_information(
-    side: str, y: Tensor, owner: Indices, blocks: Sequence[Block], classes: int
-) -> tuple[Tensor, int]:
-    """Return what q(z|c) is conditioned on as numbers c [N], and how many different ones there are."""
+    side: str, y: Tensor, owner: Indices, blocks: Sequence[own.Block], classes: int
+) -> tuple[Tensor, int, list[str]]:
+    """Return what q(z|c) is conditioned on as numbers c [N], how many different ones there are, and what they are called."""
     if side == "label":
-        return y, classes
+        return y, classes, []
     if side == "client":
-        return torch.from_numpy(owner), int(owner.max()) + 1
+        return torch.from_numpy(owner), int(owner.max()) + 1, []
     if side == "column":
-        values, index = np.unique(_stacked(blocks, "c"), return_inverse=True)
-        return torch.from_numpy(index.astype(np.int64)), len(values)
+        column = own.joined([block.c for block in blocks], "c")
+        if column.ndim != 1:
+            raise DataError(f"c must be one category of each point with side='column'. Got shape {list(column.shape)}.")
+        refuse_side_that_measures(column, "c")
+        values, index = np.unique(column, return_inverse=True)
+        return torch.from_numpy(index.astype(np.int64)), len(values), [str(value) for value in values.tolist()]
     if side == "vector":
-        return _vectors(blocks)
+        return *_vectors(blocks), []
     raise DataError(f"side must be 'label', 'client', 'column' or 'vector'. Got {side!r} instead.")
 
 
-def _vectors(blocks: Sequence[Block]) -> tuple[Tensor, int]:
+def _vectors(blocks: Sequence[own.Block]) -> tuple[Tensor, int]:
     """Return side information that is several numbers of each point, and how many."""
-    try:
-        c = _stacked(blocks, "c")
-    except ValueError as error:
-        raise DataError(f"c must have the same shape on every client: {error}.") from error
+    c = own.joined([block.c for block in blocks], "c")
     if c.ndim != 2 or c.dtype.kind not in "biuf" or not np.isfinite(c.astype(np.float64)).all():
         raise DataError(f"c must be finite numbers [N, D] with side='vector'. Got {c.dtype} of shape {list(c.shape)}.")
     return torch.from_numpy(c.astype(np.float64)), c.shape[1]
 
 
-def standardised(vectors: Tensor, train: Sequence[Indices]) -> Tensor:
+def standardised(vectors: Tensor, train: Sequence[Indices]) -> tuple[Tensor, SideMoments]:
     """Shift and scale each number to mean 0 and standard deviation 1 over all training points: [N, D] -> [N, D].
 
-    float64 until then: in float32 large numbers that differ a little, such as times, would all be the same.
+    Gives the means and deviations too. float64 until then: in float32 large numbers that differ a little, such as times, would all be the same.
     """
     known = vectors[torch.from_numpy(np.concatenate(train))]
     spread = known.std(dim=0, correction=0)
@@ -310,4 +338,5 @@ def standardised(vectors: Tensor, train: Sequence[Indices]) -> Tensor:
         raise DataError(
             f"c must differ between points to tell them apart. Number {constant[0]} is the same for all of them."
         )
-    return ((vectors - known.mean(dim=0)) / spread).float()
+    mean = known.mean(dim=0)
+    return ((vectors - mean) / spread).float(), (mean.tolist(), spread.tolist())

@@ -170,7 +170,7 @@ def three_parts(
     """Divide a client's points into train, validation and test at random, so that all three have its distribution."""
     n_val = _size_of_share(len(points), validation)
     n_test = _size_of_share(len(points), test)
-    if len(points) - n_val - n_test < 1:
+    if not can_be_divided(len(points), validation, test):
         raise DataError(
             f"client {client} must have points for training, validation ({validation}) and test ({test}). It has "
             f"{len(points)} in all; use fewer clients, more data, or a larger data.min_size."
@@ -180,6 +180,11 @@ def three_parts(
     for_test = shuffled[n_val : n_val + n_test]
     for_training = shuffled[n_val + n_test :]
     return np.sort(for_training), np.sort(for_validation), np.sort(for_test)
+
+
+def can_be_divided(points: int, validation: float, test: float) -> bool:
+    """Say whether so many points are enough for three parts."""
+    return points - _size_of_share(points, validation) - _size_of_share(points, test) >= 1
 
 
 def _size_of_share(points: int, share: float) -> int:

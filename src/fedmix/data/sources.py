@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmix.data.files import Arrays, Dataset, Download, Version
+from fedmix.data.files import Arrays, Dataset, Download, Version, moments
 from fedmix.data.formats import (
     cifar_binary,
     cifar_python,
@@ -30,6 +31,8 @@ from fedmix.data.formats import (
     tff_h5,
     writers_npz,
 )
+from fedmix.data.labels import Label
+from fedmix.data.tables import Table, encode, make_rules
 from fedmix.errors import DataError, SettingError, one_of
 
 
@@ -53,9 +56,25 @@ class Source:
     column: Tensor | None = None  # side information that the user gives [N], a number from 0
     vector: Tensor | None = None  # the same as numbers [N, D], which are no categories
     kinds: Sequence[str] = ()  # what the user calls the values of `column`
-    labels: Sequence[str] = ()  # what the user calls the classes
+    labels: Sequence[Label] = ()  # what the user calls the classes
+    table: Table | None = None  # rows that become inputs once it is known which of them are trained on; x is empty then
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
     note: str = ""  # what a user should know of these files
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of one input."""
+        return [self.table.width] if self.table is not None else list(self.x.shape[1:])
+
+    def with_statistics_of(self, train: npt.NDArray[np.int64]) -> "Source":
+        """The same data with what its training points say: how columns become numbers, what images are normalised with."""
+        if self.table is not None:
+            rules = make_rules(self.table, train)
+            return replace(self, x=torch.from_numpy(encode(self.table, rules)), table=None, features=rules)
+        if self.x.dtype != torch.uint8 or self.mean or self.x.dim() != 4:
+            return self
+        found = moments(self.x.numpy()[train])
+        return replace(self, mean=tuple(found["mean"].tolist()), std=tuple(found["std"].tolist()))
 
 
 def digits(data_dir: str | None = None) -> Source:

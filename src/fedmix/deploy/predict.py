@@ -13,7 +13,8 @@ from fedmix.core.algorithm import Algorithm
 from fedmix.core.types import Message, Private
 from fedmix.data.federation import normalised
 from fedmix.data.formats import npz_arrays
-from fedmix.data.user_files import column, rows
+from fedmix.data.labels import text_of
+from fedmix.data.tables import encode_rows, read_csv
 from fedmix.deploy.folder import read_site
 from fedmix.deploy.worker import run_folder
 from fedmix.engines.client import predict
@@ -55,7 +56,7 @@ def load_site(folder: Path, client: str | None = None, run: str | None = None) -
     chosen = _choose_client(client, _clients_in(kept, names))
     _, algorithm = revive(recipe, about)
     message, private, t = SiteStore(kept / "clients").kept(names.index(chosen))
-    labels = about["labels"] or [str(i) for i in range(about["classes"])]
+    labels = [text_of(label) for label in about["labels"]] or [str(i) for i in range(about["classes"])]
     return SitePredictor(chosen, kept.name, t, labels, about, algorithm, message, private)
 
 
@@ -100,7 +101,9 @@ def read_inputs(path: Path, about: dict[str, Any], x: str = "x", y: str = "y") -
 def _read_csv(path: Path, about: dict[str, Any], y: str) -> tuple[Tensor, np.ndarray | None]:
     if not about["features"]:
         raise DataError("a CSV needs a model that was trained on columns (data.args.columns). This one was not.")
-    return rows(path, about["features"]), column(path, y)
+    cells = read_csv(path)
+    inputs = torch.from_numpy(encode_rows(cells, about["features"]))
+    return inputs, np.array(cells.columns[y]) if y in cells.columns else None
 
 
 def _read_npz(path: Path, about: dict[str, Any], x: str, y: str) -> tuple[Tensor, np.ndarray | None]:
@@ -160,7 +163,7 @@ def predict_site(
         "probabilities": probabilities,
     }
     if truth is not None:
-        labels = np.array([_label_as_text(value) for value in truth])
+        labels = np.array([text_of(value) for value in truth.tolist()])
         _check_labels(file, labels, site.labels)
         result["accuracy"] = float(np.mean(np.array(predictions) == labels))
     return result
@@ -170,11 +173,3 @@ def _check_labels(file: Path, labels: np.ndarray, known: list[str]) -> None:
     strange = sorted(set(labels) - set(known))
     if strange:
         raise DataError(f"{file}: labels must be of {', '.join(known)}. Here is {strange[0]!r} as well.")
-
-
-def _label_as_text(value: Any) -> str:
-    """Write a label as recipes do: 1.0, as some programs save whole numbers, is the label 1."""
-    is_float = isinstance(value, (float, np.floating))
-    if is_float and value == int(value):
-        return str(int(value))
-    return str(value)

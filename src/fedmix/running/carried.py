@@ -41,6 +41,7 @@ class Carried:
     engine: where clients keep their private states themselves, the round whose state counts, for each of them; None: the
     checkpoint has the states.
     releases: the last line of releases.jsonl that is known; None: there is no noise, or it was drawn from the seed.
+    best: the round with the highest accuracy on validation data so far, that accuracy, and how many evaluations came since.
     """
 
     as_sent: dict[str, Numbers] = field(default_factory=dict)
@@ -49,6 +50,21 @@ class Carried:
     seconds: float = 0.0
     engine: Mapping[str, Any] | None = None
     releases: str | None = None
+    best: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_round(self) -> int | None:
+        return int(self.best["round"]) if self.best else None
+
+    def note_best(self, t: int, accuracy: float | None) -> bool:
+        """Note an evaluation; True: it is the best one so far."""
+        if accuracy is None:
+            return False
+        if not self.best or accuracy > self.best["accuracy"]:
+            self.best = {"round": t, "accuracy": accuracy, "since": 0}
+            return True
+        self.best = {**self.best, "since": self.best["since"] + 1}
+        return False
 
     # -- as a table of a checkpoint ------------------------------------------------------------------------------------
 
@@ -64,6 +80,7 @@ class Carried:
             seconds=float(table["seconds"]),
             engine=table.get("engine"),
             releases=table.get("releases"),
+            best=dict(table.get("best") or {}),
         )
 
     def table(self) -> dict[str, Any]:
@@ -74,6 +91,8 @@ class Carried:
             "fine_tuned": {str(t): of_clients for t, of_clients in self.fine_tuned.items()},
             "seconds": self.seconds,
         }
+        if self.best:
+            table["best"] = dict(self.best)
         if self.engine is not None:
             table["engine"] = dict(self.engine)
         if self.releases is not None:

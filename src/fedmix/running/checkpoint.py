@@ -63,7 +63,7 @@ class Checkpoints:
             # The same round is saved again by a run that was resumed before it.
             shutil.rmtree(target)
         os.replace(part, target)
-        self._forget()
+        self._forget(carried.best_round)
 
     def _save_clients(self, t: int, store: Store) -> None:
         folder = self.folder / "clients"
@@ -76,15 +76,16 @@ class Checkpoints:
             else:
                 self._files[str(client)] = ["", ""]
 
-    def _forget(self) -> None:
-        """Remove all but the last few checkpoints, client files that none of them names, and what a crash left over."""
+    def _forget(self, best: int | None) -> None:
+        """Remove all but the last few checkpoints and the best one, client files that none of them names, and left-overs."""
         names = self.names()
-        for name in names[: -self.keep]:
-            old = self.folder / f".{name}.old"
-            os.replace(self.folder / name, old)
+        kept = [name for name in names if name in names[-self.keep :] or name == f"round-{best or 0:06d}"]
+        for name in names:
+            if name not in kept:
+                os.replace(self.folder / name, self.folder / f".{name}.old")
         for left in self.folder.glob(".round-*"):
             shutil.rmtree(left)
-        self._forget_clients(names[-self.keep :])
+        self._forget_clients(kept)
 
     def _forget_clients(self, kept: list[str]) -> None:
         used: set[str] = set()
@@ -97,6 +98,14 @@ class Checkpoints:
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("round-*"))
+
+    def rounds(self) -> list[int]:
+        """The rounds that have a checkpoint."""
+        return [int(name.removeprefix("round-")) for name in self.names()]
+
+    def load(self, round: int, state_from: Callable[[Params], State]) -> Checkpoint:
+        """The checkpoint of a round that has one, verified."""
+        return self._load(f"round-{round:06d}", state_from)
 
     def load_last(self, state_from: Callable[[Params], State]) -> Checkpoint | None:
         """The newest checkpoint, verified; None if there is none. A damaged one is refused, and nothing is touched.

@@ -23,6 +23,8 @@ from fedmix.settings.recipe import Recipe
 
 # What a process that was killed may leave.
 PARTIAL = {f"{name}.part" for name in schema.FILES}
+# What an input is made of, by the type of the tensor that holds it.
+INPUT_KINDS = {"torch.uint8": "bytes", "torch.int64": "integer"}
 # Settings that a resumed run may change.
 FREE_TO_CHANGE = ("rounds", "name", "description")
 
@@ -128,8 +130,13 @@ class RunDirectory:
         """recipe.toml: the effective settings. It is written once nothing can be refused any more."""
         write_bytes(self.path / schema.RECIPE, dump_recipe(recipe).encode())
 
-    def describe_run(self, title: str, algorithm: str, structure: str, code: str) -> None:
-        """run.json. code: a digest of the user's own method, which must not change while a run goes on; "": a shipped one."""
+    def describe_run(
+        self, title: str, algorithm: str, structure: str, code: str, found_out: dict[str, Any] | None = None
+    ) -> None:
+        """run.json. code: a digest of the user's own method, which must not change while a run goes on; "": a shipped one.
+
+        found_out: what was tried with the model and real inputs, so that loading the run tries nothing.
+        """
         if (self.path / schema.CHECKPOINTS).exists() and schema.read_run(self.path).get("code", code) != code:
             raise RunError(f"a run must be resumed with its own method. The file of {algorithm} has changed since.")
         about: RunFile = {
@@ -139,6 +146,8 @@ class RunDirectory:
             "model": structure,
             "code": code,
         }
+        if found_out is not None:
+            about["found_out"] = found_out
         write_json(self.path / schema.RUN, about)
 
     def describe_environment(self, engine: str, workers: int, device: str, seed: int) -> None:
@@ -251,6 +260,11 @@ def describe_federation(federation: Federation) -> FederationFile:
         "left_out": federation.left_out,
         "mean": list(federation.mean),
         "std": list(federation.std),
+        "kinds": list(federation.kinds),
+        "side_moments": [list(values) for values in federation.side_moments],
+        "roles": dict(federation.roles),
+        "input_kind": INPUT_KINDS.get(str(federation.x.dtype), "float"),
+        "input_parts": [part.table() for part in federation.input_parts],
         "digest": federation.digest(),
     }
 

@@ -35,13 +35,30 @@ class Reopened:
         return self.algorithm.experts(self.checkpoint.state)
 
 
-def reopen(path: Path, model: Given = None, page: Page | None = None) -> Reopened:
-    """A run directory at its last checkpoint. model, page: needed again where they were handed over in Python."""
+def reopen(path: Path, model: Given = None, page: Page | None = None, round: int | str = "last") -> Reopened:
+    """A run directory at its last checkpoint, or at another. model, page: needed again where they were handed over in Python."""
     recipe = run_recipe(path)
     federation = read_federation(path)
-    built, algorithm = revive(recipe, federation, model, page)
+    built, algorithm = revive(recipe, federation, model, page, read_run(path).get("found_out"))
     refuse_another_model(path, built)
-    return Reopened(path, recipe, federation, built, algorithm, last_checkpoint(path, recipe, algorithm))
+    return Reopened(path, recipe, federation, built, algorithm, _checkpoint(path, recipe, algorithm, round))
+
+
+def _checkpoint(path: Path, recipe: Recipe, algorithm: Algorithm, round: int | str) -> Checkpoint:
+    """The checkpoint of a round: "last", "best" on validation data, or a number."""
+    if round == "last":
+        return last_checkpoint(path, recipe, algorithm)
+    checkpoints = Checkpoints(path / "checkpoints", recipe.checkpoint.keep)
+    best = last_checkpoint(path, recipe, algorithm).carried.best_round
+    if round == "best" and best is None:
+        raise RunError(
+            f"{path} has no best checkpoint: none was evaluated yet, or its clients keep their states themselves."
+        )
+    wanted = best if round == "best" else round
+    if not isinstance(wanted, int) or wanted not in checkpoints.rounds():
+        known = ", ".join(map(str, checkpoints.rounds()))
+        raise RunError(f"round must be 'last', 'best' or one of the checkpoints {known}. Got {round!r}.")
+    return checkpoints.load(wanted, algorithm.state_from)
 
 
 def last_checkpoint(path: Path, recipe: Recipe, algorithm: Algorithm) -> Checkpoint:

@@ -237,5 +237,9 @@ def _describe(experiment: Experiment, directory: RunDirectory) -> None:
     recipe = experiment.recipe
     code = "" if recipe.algorithm in CATALOGUE else code_of(experiment.page)
     directory.describe_federation(experiment.federation)
-    directory.describe_run(experiment.page.title, recipe.algorithm, experiment.model.structure, code)
+    if experiment.algorithm.layout.experts:
+        experiment.model.stacks(experiment.algorithm.layout.expert)  # found out now, so that it is written down
+    directory.describe_run(
+        experiment.page.title, recipe.algorithm, experiment.model.structure, code, experiment.model.found_out
+    )
     directory.describe_recipe(recipe)

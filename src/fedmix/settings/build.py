@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedmix.catalogue import CATALOGUE
 from fedmix.core.algorithm import Algorithm
+from fedmix.core.inputs import Input
 from fedmix.core.method import Setup
 from fedmix.core.model import Model
 from fedmix.data.federation import Federation
@@ -61,18 +62,30 @@ def build(
     """
     federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
     example = federation.inputs(torch.arange(2))
-    built = build_model(recipe.model, example, federation.classes, model, recipe.training.precision)
+    built = build_model(
+        recipe.model, example, federation.classes, model, recipe.training.precision, federation.input_parts
+    )
     method_page = find_page(recipe.algorithm, page)
     algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, method_page)
     return Experiment(recipe, federation, algorithm.setup.model, algorithm, method_page)
 
 
 def revive(
-    recipe: Recipe, about: Mapping[str, Any], model: Given = None, page: Page | None = None
+    recipe: Recipe,
+    about: Mapping[str, Any],
+    model: Given = None,
+    page: Page | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> tuple[Model, Algorithm]:
-    """The model and the method of a run, from its recipe and what federation.json says about its data."""
-    example = torch.zeros(2, *about["input"])
-    built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision)
+    """The model and the method of a run, from its recipe and what federation.json says about its data.
+
+    known: what was found out about the model in training; None: it is tried with zeros, as older runs need it.
+    """
+    parts = tuple(map(Input.from_table, about.get("input_parts", [])))
+    example = torch.zeros(2, *about["input"], dtype=torch.float64 if parts else torch.float32)
+    if about.get("input_kind") == "integer":
+        example = example.to(torch.int64)
+    built = build_model(recipe.model, example, about["classes"], model, recipe.training.precision, parts, known)
     method_page = find_page(recipe.algorithm, page)
     clients, categories = len(about["clients"]), about["categories"]
     algorithm = build_algorithm(recipe, built, clients, categories, example, method_page)
@@ -135,15 +148,26 @@ def build_model(
     classes: int,
     given: Given = None,
     precision: str = "float32",
+    inputs: tuple[Input, ...] = (),
+    known: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model that was handed over, or else the one that [model] names."""
     if given is None:
+        if inputs and settings.name in MODELS:
+            raise SettingError(
+                f"model.name = {settings.name!r} takes one input. The data has sequences, or several inputs."
+            )
         factory = _factory_by_name(settings, tuple(example.shape[1:]), classes)
     elif isinstance(given, nn.Module):
         factory = _factory_of_copies(given, settings)
-    else:
+    elif callable(given):
         factory = given
-    return Model(factory, settings.output, example, classes, precision)
+    else:
+        raise SettingError(
+            f"model must be an nn.Module class, a function that builds a module, or a module. Got {given!r}; a shipped model is "
+            "named as model={'name': 'mlp'}."
+        )
+    return Model(factory, settings.output, example, classes, precision, inputs, known)
 
 
 def _factory_of_copies(module: nn.Module, settings: ModelSettings) -> Factory:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fedmix.core.method import VECTORS
 from fedmix.data import partition, shift
-from fedmix.data.federation import PARTS, Federation, standardised
+from fedmix.data.clients import MERGED
+from fedmix.data.federation import PARTS, Federation, SideMoments, standardised
+from fedmix.data.labels import refuse_one_kind
 from fedmix.data.partition import Indices
 from fedmix.data.sources import DATASETS, Source, load, stand_in
 from fedmix.data.user_files import READERS
@@ -64,8 +66,15 @@ def _from_function(settings: DataSettings, seed: int) -> Federation:
         raise DataError(
             f"{settings.source} must give a Federation or a dict of clients. It gave {type(data).__name__}."
         )
+    small = "leave-out" if settings.min_size > DataSettings.min_size else "keep"
     return Federation.from_clients(
-        data, side=settings.side, validation=settings.validation, test=settings.test, seed=seed
+        data,
+        side=settings.side,
+        validation=settings.validation,
+        test=settings.test,
+        min_size=settings.min_size,
+        small=settings.small if settings.small != DataSettings.small else small,
+        seed=seed,
     )
 
 
@@ -95,6 +104,8 @@ def _source(settings: DataSettings, data_dir: str | None, only_sizes: bool) -> S
         raise SettingError(one_of("data.source", name, ["digits", *DATASETS, *READERS, SITES, "package.module:name"]))
     _refuse_other_arguments(read, settings)
     source: Source = read(**args)
+    if source.labels:
+        refuse_one_kind(source.labels)
     return source
 
 
@@ -103,13 +114,14 @@ class _Dealt:
     """Who holds what. The clients that never take part come last.
 
     parts: the points of each client to train, to validate and to test, [3][clients]. held_out: how many clients never take
-    part. left_out: how many owners of points have too few to be clients.
+    part. left_out: how many owners of points have too few to be clients. note: who they are, in words.
     """
 
     parts: list[list[Indices]]
     names: list[str]
     held_out: int
     left_out: int = 0
+    note: str = ""
 
     @property
     def taking_part(self) -> int:
@@ -140,10 +152,13 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
     deal = _natural if settings.split in NATURAL else _drawn
     dealt = deal(settings, source, train, test, rng)
     points = dealt.points
+    if dealt.taking_part:
+        source = source.with_statistics_of(np.concatenate(dealt.parts[0][: dealt.taking_part]))
     shifted = _shifted(settings, source, points, rng.child("shift"))
     c, categories = _side(settings.side, source, shifted, points, dealt.taking_part)
+    side_moments: SideMoments = ((), ())
     if settings.side == "vector":
-        c = standardised(c, dealt.parts[0][: dealt.taking_part])
+        c, side_moments = standardised(c, dealt.parts[0][: dealt.taking_part])
     if settings.augment != "none" and shifted.x.dim() != 4:
         shape = list(shifted.x.shape)
         raise SettingError(f"data.augment = {settings.augment!r} needs images [N, C, H, W]. Got {shape}.")
@@ -164,8 +179,15 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
             augment=settings.augment != "none",
             labels=source.labels,
             features=source.features,
-            note=source.note,
+            note="; ".join(filter(None, (source.note, dealt.note))),
             left_out=dealt.left_out,
+            kinds=source.kinds if settings.side == "column" else (),
+            side_moments=side_moments,
+            roles={
+                key: settings.args[key]
+                for key in ("label", "client", "side")
+                if source.features and key in settings.args
+            },
         )
 
     held_out = of_clients(slice(dealt.taking_part, None)) if dealt.held_out else None
@@ -261,6 +283,12 @@ def _natural(settings: DataSettings, source: Source, train: Indices, test: Indic
         )
     # A client must have a point for each part that is not empty.
     least = max(settings.min_size, 1 + (settings.validation > 0) + (settings.test > 0))
+    merged = ""
+    if settings.small == "keep":
+        least = 1
+    elif settings.small == "merge":
+        source, merged = _with_small_owners_merged(source, train, least)
+    assert source.owner is not None
     owned = _points_of_owners(source, source.owner.numpy(), train, test, least)
     _refuse_too_few_owners(settings, len(owned.known), least)
     order = [owned.known[i] for i in rng.child("clients").permutation(len(owned.known))]
@@ -270,7 +298,36 @@ def _natural(settings: DataSettings, source: Source, train: Indices, test: Indic
     clients = [*taking_part, *held_out]
     names = [source.owners[s] for s in clients]
     parts = [_divided(settings, source, owned, s, rng.child("parts", s)) for s in clients]
-    return _Dealt(_by_part(parts), names, len(held_out), owned.left_out)
+    note = "; ".join(filter(None, (merged, _note_on_left_out(source, owned, least))))
+    return _Dealt(_by_part(parts), names, len(held_out), owned.left_out, note)
+
+
+def _with_small_owners_merged(source: Source, train: Indices, least: int) -> tuple[Source, str]:
+    """The same data, in which owners with too few points are one owner; and who they are, in words."""
+    assert source.owner is not None
+    owner = source.owner.numpy().copy()
+    counts = np.bincount(owner[train], minlength=len(source.owners))
+    small = np.flatnonzero((counts > 0) & (counts < least))
+    if len(small) < 2:
+        return source, ""
+    owner[np.isin(owner, small)] = len(source.owners)
+    note = f"{_listed([source.owners[s] for s in small])} with fewer than {least} points are one client, {MERGED!r}"
+    return replace(source, owner=torch.from_numpy(owner), owners=[*source.owners, MERGED]), note
+
+
+def _note_on_left_out(source: Source, owned: _Owned, least: int) -> str:
+    """Who does not take part, in words; "": nobody is left out."""
+    if not owned.left_out:
+        return ""
+    taken = {*owned.known, *owned.new}
+    pairs = zip(owned.to_train, owned.to_test, strict=True)
+    names = [source.owners[s] for s, points in enumerate(pairs) if s not in taken and sum(map(len, points))]
+    return f"{_listed(names)} with fewer than {least} points left out (data.small, data.min_size)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    few = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names):,} client{'s' if len(names) > 1 else ''} ({few})"
 
 
 def _points_of_owners(
@@ -310,6 +367,8 @@ def _divided(settings: DataSettings, source: Source, owned: _Owned, s: int, rng:
         some, validation, _ = partition.three_parts(to_train, settings.validation, 0.0, rng, name)
         return some, validation, to_test
     points = to_train if len(to_train) else to_test
+    if settings.small == "keep" and not partition.can_be_divided(len(points), settings.validation, settings.test):
+        return points, np.arange(0), np.arange(0)
     return partition.three_parts(points, settings.validation, settings.test, rng, name)
 
 

@@ -15,6 +15,7 @@ SPLITS = ("iid", "hsu", "dirichlet", "shards", "pachinko", "by-writer", "by-clie
 # Splits of data whose points belong to somebody already. The two names mean the same.
 NATURAL = ("by-writer", "by-client")
 SHIFTS = ("none", "permute-labels", "rotate")
+SMALL = ("leave-out", "keep", "merge")
 AUGMENTS = ("none", "crop-flip")
 SIDES = ("label", "client", "rotation", "group", "column", *VECTORS)
 # The source of data that stays with its owners, each on a machine of their own (settings.sites).
@@ -35,7 +36,8 @@ class DataSettings:
     concentration: float = 1.0  # the concentration of the split's Dirichlet distribution
     fine_concentration: float = 10.0  # pachinko: the concentration of the fine labels inside a coarse one
     shards_per_client: int = 2
-    min_size: int = 5  # fewest points of a client in a dirichlet split; owners with fewer do not take part
+    min_size: int = 5  # fewest points of a client in a dirichlet split; owners with fewer are small
+    small: str = "leave-out"  # owners with few points: "leave-out", "keep" (they may only train), "merge" into one
     shift: str = "none"
     permutations: int = 4  # permute-labels: how many groups of clients there are, each with its own permutation
     group_sizes: list[int] = field(default_factory=list)  # how many clients each group has; empty: equally many
@@ -56,7 +58,13 @@ class DataSettings:
         self._check_shares()
 
     def _check_choices(self) -> None:
-        for name, known in (("split", SPLITS), ("shift", SHIFTS), ("side", SIDES), ("augment", AUGMENTS)):
+        for name, known in (
+            ("split", SPLITS),
+            ("shift", SHIFTS),
+            ("side", SIDES),
+            ("augment", AUGMENTS),
+            ("small", SMALL),
+        ):
             value = getattr(self, name)
             if value not in known:
                 raise SettingError(one_of(f"data.{name}", value, known))

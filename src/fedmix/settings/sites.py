@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedmix.core.types import Examples
 from fedmix.data.federation import PARTS, Federation
+from fedmix.data.labels import text_of
 from fedmix.data.sources import Source
 from fedmix.data.user_files import READERS, arrays
 from fedmix.errors import DataError, SettingError, one_of
@@ -197,10 +198,10 @@ def _below(folder: str | None, name: Any) -> Any:
 
 def _fitted(source: Source, common: Agreed, side: str) -> Source:
     """A site's data in the common form: inputs have the shape that was agreed on, labels and side information its numbers."""
-    shape = list(source.x.shape[1:])
+    shape = source.shape
     if shape != common.input:
         raise DataError(f"inputs must have the shape {common.input} (data.args.input). Those here have {shape}.")
-    if not source.x.is_floating_point() and not common.mean:
+    if source.x.dtype == torch.uint8 and not common.mean:
         raise DataError("data.args.mean and std must be given: the images here are bytes, to be normalised alike.")
     column = None
     if side == "column":
@@ -209,7 +210,7 @@ def _fitted(source: Source, common: Agreed, side: str) -> Source:
         column = _renumbered(source.column, source.kinds, common.kinds, "side information", "data.args.kinds")
     return replace(
         source,
-        y=_renumbered(source.y, source.labels, common.names, "labels", "data.args.labels"),
+        y=_renumbered(source.y, list(map(text_of, source.labels)), common.names, "labels", "data.args.labels"),
         classes=common.count,
         labels=common.names,
         mean=tuple(common.mean),
