@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TEST   := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install demo test test-all check bench guard docs clean
+.PHONY: install demo demo-hospitals test test-all check bench guard docs clean
 install: $(READY)
 
 $(READY): pyproject.toml
@@ -15,6 +15,10 @@ $(READY): pyproject.toml
 
 demo: $(READY)     ## FedMix against FedAvg on embedded data: finds the hidden groups of clients
 	$(BIN)/fedmix compare digits-permutation --algorithms fedmix,fedavg --seeds 0 --out runs/demo --overwrite
+
+demo-hospitals: $(READY)  ## four real hospitals with missing values: FedMix against FedAvg, then predictions for one of them
+	$(BIN)/fedmix compare heart-disease --algorithms fedmix,fedavg --seeds 0,1,2 --out runs/hospitals --overwrite
+	$(BIN)/fedmix predict runs/hospitals/fedmix-seed0 --client 'Long Beach' --input src/fedmix/data/heart-disease.csv --out runs/hospitals/long-beach.csv --overwrite
 
 test: $(READY)     ## the tests that CI runs, file by file in two processes
 	$(TEST)

@@ -1,11 +1,12 @@
 """Pages of the site that are made from other files: README, CHANGELOG, CONTRIBUTING as they stand, settings from the code."""
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+from fedmix.settings.explain import about_section, sections, settings_of
 
 ROOT = Path(__file__).parent.parent
 AS_THEY_STAND = {
@@ -16,24 +17,6 @@ AS_THEY_STAND = {
     "examples/tabular.py": "examples/tabular.py",
     "examples/adapters.py": "examples/adapters.py",
 }
-SECTIONS = {  # of a recipe, in its order; the classes that hold them
-    "": "Recipe",
-    "data": "DataSettings",
-    "model": "ModelSettings",
-    "training": "ClientSettings",
-    "server": "ServerSettings",
-    "fedmix": "FedmixSettings",
-    "local_global": "LocalGlobalSettings",
-    "privacy": "PrivacySettings",
-    "evaluation": "EvaluationSettings",
-    "checkpoint": "CheckpointSettings",
-}
-SOURCES = (
-    "src/fedmix/settings/recipe.py",
-    "src/fedmix/core/settings.py",
-    "src/fedmix/methods/fedmix_settings.py",
-    "src/fedmix/methods/local_global.py",
-)
 SHIM = (
     "https://unpkg.com/iframe-worker/shim"  # what the theme asks a content network for, so that search works from disk
 )
@@ -66,26 +49,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def settings_page() -> str:
-    classes = {
-        node.name: (node, text.splitlines())
-        for text in ((ROOT / source).read_text() for source in SOURCES)
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ClassDef)
-    }
     page = [ABOUT]
-    for section, name in SECTIONS.items():
-        node, lines = classes[name]
-        page += [f"## {f'[{section}]' if section else 'Of the recipe itself'}", "", ast.get_docstring(node) or "", ""]
+    for section in sections():
+        page += [f"## {f'[{section}]' if section else 'Of the recipe itself'}", "", about_section(section), ""]
         page += ["| setting | default | meaning |", "|---|---|---|"]
-        for field in node.body:
-            if isinstance(field, ast.AnnAssign) and field.value and ast.unparse(field.target) not in SECTIONS:
-                default = ast.unparse(field.value)
-                default = {"field(default_factory=list)": "[]", "field(default_factory=dict)": "{}"}.get(
-                    default, default
-                )
-                remark = " ".join(lines[field.lineno - 1 : field.end_lineno]).partition("# ")[2].rstrip(" )")
-                remark = " ".join(remark.replace("|", "\\|").split())
-                full = f"{section}.{ast.unparse(field.target)}".lstrip(".")
-                page.append(f"| `{full}` | `{default}` | {remark} |")
+        for setting in settings_of(section):
+            meaning = setting.meaning.replace("|", "\\|")
+            page.append(f"| `{setting.name}` | `{setting.default}` | {meaning} |")
         page.append("")
     return "\n".join(page)

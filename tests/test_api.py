@@ -275,7 +275,7 @@ def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
         lambda: fedmix.compare("digits-skew", out=tmp_path / "r", engine="quantum"),
         lambda: fedmix.sweep("digits-skew", {"seed": [0, 1]}, out=tmp_path / "r", engine="quantum"),
     ):
-        with pytest.raises(SettingError, match="--engine must be one of flower, local, serial"):
+        with pytest.raises(SettingError, match="^engine must be one of flower, local, serial"):
             call()
     assert not (tmp_path / "r").exists()
     fedmix.train("digits-skew", out=tmp_path / "r", engine="serial", **TINY)
@@ -324,3 +324,11 @@ def test_without_any_setting_of_fedmix_its_recommended_form_is_trained(tmp_path,
         federation=small_federation(side=side), out=tmp_path / "r", rounds=3, engine="serial", resume=True, **more
     )
     assert len(again.metrics) == 3
+
+
+def test_errors_in_python_name_arguments_and_not_options(tmp_path):
+    fedmix.train("digits-skew", out=tmp_path / "r", engine="serial", **TINY)
+    with pytest.raises(
+        RunError, match="Use resume=True to go on with it, overwrite=True to replace it, or another out"
+    ):
+        fedmix.train("digits-skew", out=tmp_path / "r", engine="serial", **TINY)

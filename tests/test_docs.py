@@ -110,3 +110,21 @@ def test_the_site_makes_no_request_to_anybody(site):
     assert len(asked) > 30
     foreign = [url for url in asked if not url.startswith(("file://", "data:", "blob:", "about:"))]
     assert not foreign, sorted(set(foreign))
+
+
+def code_blocks(page, heading=None):
+    """The Python blocks of a page, or of the part of it below a heading."""
+    text = (ROOT / page).read_text()
+    if heading:
+        text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("page", "heading", "count"), [("README.md", None, 2), ("docs/data.md", "In Python", 7)])
+def test_code_blocks_run_as_they_stand_and_twice_in_a_row(page, heading, count, tmp_path):
+    blocks = code_blocks(page, heading)
+    assert len(blocks) == count
+    (tmp_path / "blocks.py").write_text("\n".join(blocks))
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "blocks.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from fedmix.after.trained import load
     from fedmix.api import audit, compare, evaluate, sweep, train
     from fedmix.data.federation import Federation
+    from fedmix.running.run import Stop
 
 __version__ = "0.1.0"
-__all__ = ["Federation", "__version__", "audit", "compare", "evaluate", "load", "sweep", "train"]
+__all__ = ["Federation", "Stop", "__version__", "audit", "compare", "evaluate", "load", "sweep", "train"]
 
 _HOMES = {
     "Federation": "fedmix.data.federation",
@@ -23,7 +24,13 @@ _HOMES = {
     "evaluate": "fedmix.api",
     "audit": "fedmix.api",
     "load": "fedmix.after.trained",
+    "Stop": "fedmix.running.run",
 }
+
+
+def __dir__() -> list[str]:
+    """The names that completion offers, though what they stand for is imported late."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:  # late, so that `fedmix --help` does not wait for torch

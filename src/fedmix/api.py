@@ -6,9 +6,11 @@
 The command line calls this module too.
 """
 
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from fedmix import schema
 from fedmix.after.audit import audit_run
 from fedmix.after.inference import evaluate_run
 from fedmix.after.options import Options, Stages, nobody
+from fedmix.after.predictions import predicted_from_file
 from fedmix.after.restore import restore
 from fedmix.after.trained import TrainedRun, load
 from fedmix.catalogue import CATALOGUE
+from fedmix.core.score import Measure
 from fedmix.data.federation import Federation
-from fedmix.errors import SettingError
+from fedmix.errors import FedmixError, SettingError
 from fedmix.methods.page import Page
 from fedmix.methods.registry import shipped_page
 from fedmix.report.comparison import Comparison, Sweep, compared, swept
@@ -31,7 +35,7 @@ from fedmix.running.files import write_json
 from fedmix.running.grids import Point, Train, comparison_points, sweep_points, train_points
 from fedmix.running.loggers import check_tools, logging_to
 from fedmix.running.pilot import settled
-from fedmix.running.run import Watch, refuse_what_cannot_run, run
+from fedmix.running.run import Progress, Sampler, Watch, refuse_what_cannot_run, run
 from fedmix.running.where import Where
 from fedmix.schema import AuditFile, EvaluationFile, Summary
 from fedmix.settings.build import EQUAL_START, Experiment, Given, build, start_of
@@ -54,11 +58,13 @@ class Listeners:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What was handed over in Python, which a recipe cannot name: data, a model, a method."""
+    """What was handed over in Python, which a recipe cannot name: data, a model, a method, metrics, a sampler."""
 
     federation: Federation | None = None
     model: Given = None
     page: Page | None = None
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
+    sampler: Sampler | None = None
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -80,8 +86,10 @@ def train(
     device: str = "cpu",
     resume: bool = False,
     overwrite: bool = False,
-    watch: Watch | None = None,
+    watch: Watch | Sequence[Watch] | None = None,
     log: str | Sequence[str] | None = None,
+    metrics: Mapping[str, Measure] | None = None,
+    sampler: Sampler | None = None,
     **settings: Any,
 ) -> TrainedRun:
     """Train, and give back the trained run.
@@ -93,7 +101,15 @@ def train(
     algorithm: a method by name, `package.module:name` of your own method, or its page (fedmix.methods.Page).
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}. Without a recipe
     and without any of FedMix's settings, the form of FedMix is the recommended one (docs/sharing.md); with one, the paper's.
-    watch: called after each round. log: "tensorboard", "mlflow", "wandb" or several of them.
+    watch: a function, or several, called after each round with its number, metrics and bytes; one that raises
+    fedmix.Stop("why") ends the run there, with a summary. log: "tensorboard", "mlflow", "wandb" or several of them.
+    metrics: {"auc": function(y, p) -> number} of true classes [N] and probabilities [N, classes], beside accuracy, balanced
+    accuracy, log-likelihood, calibration, F1 and AUC, which are always there.
+    sampler: function(round, points of each client, how many, rng) -> clients of a round; setting sampling="by-size" is shipped.
+
+    Settings that many look for: rounds, seed, clients_per_round, training={"client_lr", "batch_size", "epochs", "optimizer",
+    "class_weights"}, server={"server_lr", "optimizer"}, evaluation={"every", "patience", "best_by"}. `fedmix settings` explains
+    them all.
     """
     if isinstance(model, dict):
         settings["model"], model = model, None
@@ -102,11 +118,39 @@ def train(
     page = algorithm if isinstance(algorithm, Page) else None
     if algorithm is not None:
         settings["algorithm"] = OWN if page else algorithm
-    given = HandedOver(federation, model, page)
-    effective = effective_recipe(recipe, settings, given, output, scale)
-    where = Where(engine, workers, device)
-    train_recipe(effective, Path(out), where, given, data_dir, resume, overwrite, log, Listeners(watch))
+    given = HandedOver(federation, model, page, metrics or {}, sampler)
+    with words_of_python():
+        effective = effective_recipe(recipe, settings, given, output, scale)
+        where = Where(engine, workers, device)
+        listeners = Listeners(_one_watch(watch))
+        train_recipe(effective, Path(out), where, given, data_dir, resume, overwrite, log, listeners)
     return load(out, model, page)
+
+
+@contextmanager
+def words_of_python() -> Iterator[None]:
+    """Errors name arguments as Python has them where they name options of the command line: resume=True, not --resume."""
+    try:
+        yield
+    except FedmixError as error:
+        message = re.sub(r"--(resume|overwrite)\b", r"\1=True", str(error))
+        message = re.sub(r"--([a-z]+)\b", r"\1", message)
+        if message == str(error):
+            raise
+        raise type(error)(message) from error
+
+
+def _one_watch(watch: Watch | Sequence[Watch] | None) -> Watch | None:
+    """Several callbacks as one, called in turn."""
+    if watch is None or callable(watch):
+        return watch
+    callbacks = list(watch)
+
+    def call_all(progress: Progress) -> None:
+        for callback in callbacks:
+            callback(progress)
+
+    return call_all
 
 
 def train_recipe(
@@ -124,14 +168,14 @@ def train_recipe(
     tools = check_tools(log)
     RunDirectory.refuse_taken(out, resume, overwrite)
     recipe = settled(recipe, where, (given.federation, given.model, given.page), data_dir, out, resume, listeners.hint)
-    experiment = build(recipe, given.federation, given.model, data_dir, given.page)
+    experiment = build(recipe, given.federation, given.model, data_dir, given.page, given.metrics)
     for words in _words_on_start(experiment, given.model):
         listeners.warn(words)
     refuse_what_cannot_run(experiment, where)
     directory = RunDirectory.open(out, recipe, resume, overwrite)
     try:
         with logging_to(tools, out, recipe, listeners.warn, listeners.watch, listeners.hint) as watch:
-            return run(experiment, directory, where, watch, data_dir)
+            return run(experiment, directory, where, watch, data_dir, given.sampler)
     finally:
         directory.close()
 
@@ -164,6 +208,7 @@ def effective_recipe(
     if recipe:
         effective = read_recipe(recipe, changes=changes, scale=scale)
     else:
+        changes = _defaults_for_own_data(changes) | changes
         effective = make_recipe({"name": "own"}, changes=changes, scale=scale)
         advice = _recommended(effective, changes)
         if advice:
@@ -172,6 +217,19 @@ def effective_recipe(
         start = start_of(given.model, effective.model)
         effective = replace(effective, model=replace(effective.model, start=start))
     return effective
+
+
+# Without a recipe, unless they are given: the paper's server rate of 0.001 and mini-batches of 64 hardly move in 20 rounds on
+# tables and small images. Chosen on validation data (docs/decisions.md).
+OWN_DATA_DEFAULTS = {"server.server_lr": 0.01, "training.batch_size": 16}
+
+
+def _defaults_for_own_data(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that learn where no recipe says anything. A rate of the server's belongs to its default optimiser alone."""
+    other_optimizer = "server.optimizer" in changes
+    return {
+        key: value for key, value in OWN_DATA_DEFAULTS.items() if not (other_optimizer and key.startswith("server."))
+    }
 
 
 def _recommended(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +258,7 @@ def _described_data(federation: Federation) -> dict[str, Any]:
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
+@words_of_python()
 def compare(
     recipe: str,
     algorithms: Sequence[str] = ("fedmix", "fedavg", "biased-fedavg", "local-global"),
@@ -241,6 +300,7 @@ def compare_points(points: Sequence[Point], out: Path, train_one: Train) -> Comp
     return comparison
 
 
+@words_of_python()
 def sweep(
     recipe: str,
     grid: Mapping[str, Sequence[Any]],
@@ -309,6 +369,24 @@ def evaluate(
     options = Options(Where(engine, workers, device).after_training(), clients, densities, points)
     restored = restore(run, federation, model, data_dir, algorithm)
     return evaluate_run(restored, options, watch)
+
+
+def predict_with(
+    run: str | Path,
+    input: str | Path,
+    client: str | None = None,
+    round: int | str = "last",
+    x: str = "x",
+    y: str = "y",
+) -> dict[str, Any]:
+    """Predictions for the rows of a file, .npz or .csv, as plain numbers: what `fedmix predict RUN --json` prints.
+
+    client None: for somebody who is none of the clients. x, y: what an .npz calls its inputs and labels; where the file has
+    labels there is an accuracy too.
+    """
+    trained = load(run, round=round)
+    predictor = trained.client(client) if client is not None else trained
+    return predicted_from_file(trained, predictor, Path(input), client or "", x, y)
 
 
 def audit(

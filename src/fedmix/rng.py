@@ -4,7 +4,7 @@ Nothing depends on the order of clients, on the number of workers or on what ran
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -46,3 +46,12 @@ def cohort(seed: int, t: int, clients: int, size: int) -> list[int]:
     if size >= clients:
         return list(range(clients))
     return sorted(int(s) for s in stream(seed, "round", t, "cohort").numpy.choice(clients, size, replace=False))
+
+
+def cohort_by_size(seed: int, t: int, sizes: Sequence[int], size: int) -> list[int]:
+    """The clients of round t where large ones are drawn more often, without replacement; a function of (seed, t)."""
+    if size >= len(sizes):
+        return list(range(len(sizes)))
+    shares = np.asarray(sizes, dtype=np.float64) / sum(sizes)
+    drawn = stream(seed, "round", t, "cohort").numpy.choice(len(sizes), size, replace=False, p=shares)
+    return sorted(int(s) for s in drawn)

@@ -201,6 +201,7 @@ class MetricsLine(TypedDict):
     absent: list[LeftOut]
     warnings: NotRequired[list[str]]
     accuracy: NotRequired[Accuracy]
+    scores: NotRequired[dict[str, float]]  # on validation data with the server's weights, means over clients
     bound: NotRequired[float]
     bytes_evaluation: NotRequired[int]
     seconds_evaluation: NotRequired[float]
@@ -260,6 +261,8 @@ class Summary(TypedDict):
     scores: dict[str, Any]
     seconds: float
     warnings: list[str]
+    best: NotRequired[dict[str, float]]  # the round with the highest accuracy on validation data
+    stopped: NotRequired[dict[str, Any]]  # why the run ended before its rounds were over, and how many these were
     privacy: NotRequired[Privacy]
     notes: NotRequired[dict[str, str]]
     groups: NotRequired[list[int]]

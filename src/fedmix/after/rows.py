@@ -38,8 +38,8 @@ class Encoding:
     def inputs(self, rows: Any) -> Tensor:
         """Rows as the model takes them: [N, ...].
 
-        A table, if the run was trained on one: a DataFrame, a dict of columns, a list of dicts or the path of a CSV file. Several
-        inputs as a dict, sequences as a list. Otherwise arrays; images of bytes are normalised as they were in training.
+        A table, if the run was trained on one: a DataFrame, a dict of columns, a list of dicts or the path of a CSV file.
+        Several inputs as a dict, sequences as a list. Otherwise arrays; images of bytes are normalised as in training.
         """
         if isinstance(rows, (str, os.PathLike)):
             return self._from_file(Path(rows))

@@ -3,8 +3,11 @@
 A run directory is enough; the data is not needed.
 """
 
+import logging
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from torch import Tensor
 from fedmix import schema
 from fedmix.after.rows import Encoding
 from fedmix.core.mixture import client_module
+from fedmix.core.score import confusion, score
 from fedmix.core.tree import Params
 from fedmix.core.types import Message
 from fedmix.data.federation import client_number
@@ -35,6 +39,18 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 LAST, BEST = "last", "best"
 GATES = ("pooled", "averaged", "distilled")  # for somebody without labels
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """A logger says nothing but errors inside this block."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class Predictor:
@@ -62,6 +78,17 @@ class Predictor:
         probabilities: Array = self.log_prob(rows).double().exp().numpy()
         return probabilities
 
+    def score(self, rows: Any, labels: Any) -> dict[str, Any]:
+        """How good the predictions are: accuracy, F1, AUC and the others of core.score, and the confusion matrix.
+
+        confusion: how many rows of each label (in the order of `classes`) were predicted as each label.
+        """
+        log_p, y = self.log_prob(rows), self._encoding.labels(labels)
+        if len(y) != len(log_p):
+            raise DataError(f"labels must be as many as rows. Got {len(y)} for {len(log_p)}.")
+        table = confusion(log_p.argmax(dim=1), y, len(self.classes))
+        return {**score(log_p, y), "confusion": table.numpy()}
+
     @property
     def classes(self) -> list[Any]:
         """The labels, in the order of `predict_proba`."""
@@ -86,6 +113,7 @@ class TrainedRun(Predictor):
         self.labels: list[Any] = run.federation.get("labels", [])
         self._side = run.federation["side"]
         self._points: dict[str, list[int]] = run.federation["points"]
+        self._roles: dict[str, Any] = run.federation.get("roles") or {}
         # None: the label counts never left the sites.
         self._label_counts: list[list[int]] | None = run.federation.get("label_counts")
         self._model, self._algorithm = run.model, run.algorithm
@@ -164,6 +192,15 @@ class TrainedRun(Predictor):
         of_client = torch.tensor(self._label_counts[number])
         labels = torch.arange(len(of_client)).repeat_interleave(of_client)
         return self._algorithm.counted(private, labels)
+
+    @property
+    def label_column(self) -> str:
+        """Which column of a table is the label, where the run was trained on one."""
+        return str(self._roles.get("label", ""))
+
+    def numbers_of(self, labels: Any) -> Tensor:
+        """Labels as numbers of classes; one that training did not know is refused."""
+        return self._encoding.labels(labels)
 
     # -- somebody who never took part ----------------------------------------------------------------------------------
 
@@ -325,9 +362,11 @@ class TrainedClient(Predictor):
         batch = torch.export.Dim("batch", min=2)
         shapes = {name: {0: batch} for name in by_name}
         dynamic: Any = shapes if by_name else tuple({0: batch} for _ in args)
-        torch.onnx.export(
-            module, args, str(path), kwargs=by_name or None, dynamic_shapes=dynamic, dynamo=True, verbose=False
-        )
+        with warnings.catch_warnings(), quiet("torch.onnx"):
+            warnings.simplefilter("ignore")  # torch warns about itself
+            torch.onnx.export(
+                module, args, str(path), kwargs=by_name or None, dynamic_shapes=dynamic, dynamo=True, verbose=False
+            )
         return Path(path)
 
     def _an_input(self) -> Tensor:

@@ -1,6 +1,8 @@
 """Commands that list what there is, recipes and data sets, and download data sets."""
 
 import json
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ def recipes(args: Any) -> int:
             {
                 "recipe": name,
                 "about": recipe.description,
-                "clients": recipe.data.clients,
+                "clients": recipe.data.clients or "all",
                 "rounds": recipe.rounds,
                 "side information c": recipe.data.side,
             }
@@ -28,6 +30,27 @@ def recipes(args: Any) -> int:
         print(json.dumps(rows))
     else:
         _show_recipes(rows)
+    return 0
+
+
+def settings(args: Any) -> int:
+    from fedmix.settings.explain import about_section, find, sections, settings_of
+
+    chosen = {"": find(args.name)} if args.name else {name: settings_of(name) for name in sections()}
+    if args.json:
+        print(json.dumps([vars(setting) for rows in chosen.values() for setting in rows]))
+        return 0
+    width = shutil.get_terminal_size().columns
+    for section, rows in chosen.items():
+        if not args.name:
+            title = f"[{section}]" if section else "the recipe itself"
+            print(f"{title}: {about_section(section)}\n")
+        for setting in rows:
+            print(f"  {setting.name} = {setting.default}")
+            if setting.meaning:
+                print(textwrap.fill(setting.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        print()
+    print("--set NAME=VALUE on the command line; NAME={...} in Python; a line of [section] in a TOML file")
     return 0
 
 

@@ -195,8 +195,16 @@ def _default_out(folder: Path, recipe: Any) -> Path:
 def predict(args: Any) -> int:
     from fedmix.deploy.predict import predict_site
 
+    if bool(args.site) == bool(args.trained):
+        raise SettingError("predict needs a run directory, or --site DIR, and not both.")
     out = _file_for_predictions(args) if args.out else None
-    result = predict_site(Path(args.site), Path(args.input), args.client, args.run, args.x, args.y)
+    if args.trained:
+        from fedmix.api import predict_with
+
+        at = int(args.round) if args.round.isdecimal() else args.round
+        result = predict_with(args.trained, args.input, args.client, at, args.x, args.y)
+    else:
+        result = predict_site(Path(args.site), Path(args.input), args.client, args.run, args.x, args.y)
     if out:
         _write_predictions(out, result)
     if args.json:
@@ -219,7 +227,8 @@ def _file_for_predictions(args: Any) -> Path:
 
 
 def _words_on_predictions(result: Mapping[str, Any]) -> str:
-    words = f"client {result['client']}, round {result['round']}: {len(result['predictions']):,} predictions"
+    who = f"client {result['client']}" if result["client"] else "somebody who is none of the clients"
+    words = f"{who}, round {result['round']}: {len(result['predictions']):,} predictions"
     if "accuracy" not in result:
         return words
     return f"{words}, accuracy {100 * result['accuracy']:.1f} % of those with labels"

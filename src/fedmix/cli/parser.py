@@ -14,6 +14,8 @@ EXAMPLES = """examples:
   fedmix split digits-skew                           who will hold what, as a table and a picture
   fedmix train digits-permutation --out runs/first   train; results in runs/first
   fedmix train runs/first --resume                   go on after an interruption
+  fedmix predict runs/first --client 3 --input new.npz   labels and probabilities for new inputs
+  fedmix settings training                           what can be set, and what it means
   fedmix evaluate runs/first                         how good it is for old clients, new clients, unknown clients
   fedmix report runs/first                           one page to look at; fedmix watch shows it live
   fedmix audit runs/first                            what the server could have learnt of the clients' labels
@@ -185,7 +187,19 @@ def _commands_before_training(commands: Any) -> None:
 
 
 def _data_commands(commands: Any) -> None:
-    """fedmix recipes | data | data get."""
+    """fedmix settings | recipes | data | data get."""
+    settings = _command(
+        commands, "settings", available.settings, "explain the settings of a recipe: all of them, a section, or one"
+    )
+    settings.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="NAME",
+        help="a section (training), a setting (fedmix.eta), or its last part",
+    )
+    settings.add_argument("--json", action="store_true", help="print JSON")
+
     recipes = _command(commands, "recipes", available.recipes, "list the recipes that come with fedmix")
     recipes.add_argument("--json", action="store_true", help="print JSON")
 
@@ -288,13 +302,25 @@ def _process_actions(actions: Any) -> None:
 def _predict_command(commands: Any) -> None:
     """fedmix predict."""
     predict = _command(
-        commands, "predict", deployment.predict, "predictions at a site: its own gate, the experts it was sent"
+        commands,
+        "predict",
+        deployment.predict,
+        "predictions for new inputs with a client's own gate: of a run on this machine, or at a site of a deployment",
     )
-    predict.add_argument("--site", required=True, metavar="DIR", help="the folder of the site")
+    predict.add_argument("trained", nargs="?", metavar="RUN", help="a run directory")
+    predict.add_argument("--site", metavar="DIR", help="the folder of a site, in place of RUN")
     predict.add_argument(
-        "--input", required=True, metavar="FILE", help="new inputs: .npz (array x), or .csv of a table"
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="new inputs: .npz (array x), or .csv of a table, encoded as in training",
     )
-    predict.add_argument("--client", metavar="NAME", help="one of the site's clients, where it has several")
+    predict.add_argument(
+        "--client",
+        metavar="NAME",
+        help="whose predictions; without it those for somebody who is none of the clients of RUN",
+    )
+    predict.add_argument("--round", default="last", metavar="R", help="of RUN: last, best or a number (%(default)s)")
     predict.add_argument("--run", metavar="ID", help="one of the site's runs/ (default: the newest)")
     predict.add_argument("--x", default="x", metavar="NAME", help="the array of inputs (%(default)s)")
     predict.add_argument("--y", default="y", metavar="NAME", help="the array of labels, if there is one (%(default)s)")

@@ -95,13 +95,13 @@ def _show_comparison(comparison: Any, points: Sequence[Any], out: Path) -> None:
 
 def _show_gates(folders: list[Path]) -> None:
     """Show which client uses which expert, in each run that has experts."""
-    from fedmix.report.tables import q_map
+    from fedmix.report.tables import gates_of
     from fedmix.schema import read_summary
 
     for folder in folders:
         summary = read_summary(folder)
         if summary and "q_zs" in summary:
-            show(q_map(summary["q_zs"], summary.get("groups")))
+            show(gates_of(summary))
 
 
 def sweep(args: Any) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedmix.core.client import DIGEST, FROZEN, START, ClientSide
 from fedmix.core.method import LABELS, Method, Parts, Setup, every_model, outputs, with_labels
-from fedmix.core.placement import Layout, digest_of, lay_out
+from fedmix.core.placement import Layout, Place, digest_of, lay_out
 from fedmix.core.server import ServerSide, State, server_optimizer
 from fedmix.core.tree import Params, flatten, subtree, unflatten
 from fedmix.core.types import Diagnosis, Examples, Message, Private, Reply
@@ -47,6 +47,27 @@ class Algorithm:
         if self.layout.experts and self.method.weigh not in self.method.reply:
             raise ModelError(f"{self.name}: a method with experts must name the field of its reply that weighs them.")
         self._refuse_sums_where_clients_are_needed()
+        self._refuse_adam_on_experts()
+        self._refuse_norms_inside_experts()
+
+    def _refuse_norms_inside_experts(self) -> None:
+        """A client's statistics are of one model: with several, each would need statistics of its own."""
+        output = self.setup.model.output
+        inside = [name for name in self.layout.expert if not name.startswith(f"{output}.")]
+        if self.setup.model.norms and inside:
+            raise SettingError(
+                f"model.batchnorm = 'private' needs one model below the output layer. {self.name} has an own {inside[0]} for "
+                "each expert; set fedmix.shared = 'all-but-output', or take a method without experts."
+            )
+
+    def _refuse_adam_on_experts(self) -> None:
+        """A step of Adam is as long for an expert that a client hardly uses as for one that it uses most."""
+        optimizer = self.setup.training.optimizer
+        if optimizer != "sgd" and self.layout.expert:
+            raise SettingError(
+                f"training.optimizer must be 'sgd' with {self.name}: steps on experts must follow how much a client uses "
+                f"each, and those of {optimizer!r} have no scale. Methods without experts (fedavg) take it."
+            )
 
     def _refuse_private_names_in_replies(self) -> None:
         private_names = {*self.layout.private, *self.client.own_names}
@@ -76,7 +97,11 @@ class Algorithm:
     def layout(self) -> Layout:
         """Where each parameter of the model lives."""
         model = self.setup.model
-        return lay_out(model.names, sorted(model.frozen), self.method.place, self.method.experts, self.name)
+
+        def place(name: str) -> Place:
+            return "private" if name in model.norms else self.method.place(name)
+
+        return lay_out(model.names, sorted(model.frozen), place, self.method.experts, self.name)
 
     @cached_property
     def client(self) -> ClientSide:

@@ -22,8 +22,9 @@ from fedmix.core.method import (
     weights_and_fields,
 )
 from fedmix.core.objective import label_offset
-from fedmix.core.optim import rate_factor, sgd
+from fedmix.core.optim import Optimizer, adam, rate_factor, sgd
 from fedmix.core.placement import Layout, digest_of, wire_name
+from fedmix.core.settings import ClientSettings
 from fedmix.core.training import (
     Batch,
     Carry,
@@ -169,7 +170,8 @@ class ClientSide:
         arrival = self._arrive(message, private, data, rng)
         schedule = self._schedule(arrival.round, epochs)
         if self.method.train is not None:
-            return self._in_phases(arrival, _Phases(arrival, schedule, trains, epochs is not None))
+            by_gradient = self._without_statistics(trains)
+            return self._in_phases(arrival, _Phases(arrival, schedule, by_gradient, epochs is not None))
         fixed, carry = self.method.prepare(arrival)
         stacked = self._stacks(arrival.parts)
         flat = to_flat(arrival.parts)
@@ -182,10 +184,15 @@ class ClientSide:
                 parts = _in_stacks(parts, params)
             return self.method.loss(parts, fixed, batch, carry)
 
-        trained = train_client(flat, carry, loss_of, data, schedule, rng, trains)
+        trained = train_client(flat, carry, loss_of, data, schedule, rng, self._without_statistics(trains))
         parts = from_flat(_unstacked(trained.params, arrival.parts.held), arrival.parts)
         departure = Departure(parts, arrival.sent, fixed, trained.carry, data)
         return self._leave(arrival, departure, trained.loss)
+
+    def _without_statistics(self, trains: Callable[[str], bool]) -> Callable[[str], bool]:
+        """What is trained by gradients: all but statistics of batch normalisation, which change in the forward pass."""
+        statistics = {f"private.{name}" for name in self.setup.model.statistics}
+        return lambda name: trains(name) and name not in statistics
 
     def _stacks(self, parts: Parts) -> bool:
         """Whether the experts are trained as one tensor each, so that what they share is computed once a step."""
@@ -228,8 +235,13 @@ class ClientSide:
         training = self.setup.training
         # Fine-tuning, which says how many epochs there are, has no schedule of rates.
         factor = rate_factor(training.schedule, t, self.setup.rounds) if epochs is None else 1.0
-        optimizer = sgd(training.client_lr, training.momentum, training.weight_decay)
-        return Schedule(optimizer, factor, training.passes(epochs))
+        classes = self.setup.model.classes
+        return Schedule(
+            client_optimizer(training),
+            factor,
+            training.passes(epochs),
+            lambda y: training.weights_of_classes(y, classes),
+        )
 
     def _leave(self, arrival: Arrival, departure: Departure, loss: float) -> tuple[Message, Private]:
         """What a client sends after training, and what it keeps."""
@@ -331,6 +343,8 @@ class ClientSide:
         """Why this method's clients are trained one after the other, or None; found out before anything is trained."""
         if self.method.train is not None:
             return "it trains in phases of its own"
+        if self.setup.training.optimizer != "sgd":
+            return "Adam counts the steps of each client"
         chosen = self.method.select is not None or self.method.chances is not None
         different = "clients hold different experts" if chosen else None
         return self.method.ungroupable or different or self.setup.model.ungroupable or self._differs_side_by_side()
@@ -469,6 +483,14 @@ class ClientSide:
             base = self.method.reply[name].moved_from
             summed[name] = n * (value - sent.tensors[base] if base else value)
         return summed
+
+
+def client_optimizer(training: ClientSettings) -> Optimizer:
+    """What a client steps with."""
+    if training.optimizer == "sgd":
+        return sgd(training.client_lr, training.momentum, training.weight_decay, over_gradients=True)
+    decoupled = training.optimizer == "adamw"
+    return adam(training.client_lr, weight_decay=training.weight_decay, decoupled=decoupled)
 
 
 def everything(name: str) -> bool:

@@ -1,7 +1,7 @@
 """What a model is given beside one tensor: several inputs by name, sequences of different lengths.
 
-Inside the house a point is one row of one tensor. Several inputs lie side by side in that row as float64, which holds float32 and
-whole numbers up to 2 ** 53 exactly; the model takes the row apart again before its forward pass.
+Inside the house a point is one row of one tensor. Several inputs lie side by side in that row as float64, which holds
+float32 and whole numbers up to 2 ** 53 exactly; the model takes the row apart again before its forward pass.
 """
 
 import inspect

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedmix.core.model import Model
 from fedmix.core.placement import Place
+from fedmix.core.score import Measure
 from fedmix.core.settings import ClientSettings, PrivacySettings, ServerSettings
 from fedmix.core.training import Batch as Batch
 from fedmix.core.training import Carry
@@ -40,6 +41,7 @@ class Setup:
     privacy: PrivacySettings
     example: Tensor  # a few inputs [B, ...]
     side: str  # what side information c is: "label", "client", "rotation", ...
+    measures: Mapping[str, Measure] = field(default_factory=dict)  # of the user's own, beside those of core.score
 
 
 class Parts(NamedTuple):

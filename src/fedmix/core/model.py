@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from fedmix.errors import ModelError
 from fedmix.rng import Stream, stream
 
 Factory = Callable[[], nn.Module]
+STATISTICS = ("running_mean", "running_var")  # of batch normalisation
 STACK_PARAMETERS = 250_000  # larger models fill the cores by themselves
 
 
@@ -42,13 +43,18 @@ class Model:
         precision: str = "float32",
         inputs: Sequence[Input] = (),
         known: Mapping[str, Any] | None = None,
+        private_norms: bool = False,
     ) -> None:
         """example: a few inputs [B, ...], to find the sizes and to refuse what cannot be trained, before anything runs.
 
         precision: that of convolutions and products in training; parameters, outputs and predictions are float32.
         inputs: what a row of the example holds, where that is several inputs or a sequence. known: what was found out about
         this model in training (`found_out`), so that nothing is tried: an example of zeros may not be an input at all.
+        private_norms: batch normalisation is allowed, and stays with its client, statistics and all.
         """
+        self._private_norms = private_norms
+        if private_norms:
+            build = partial(with_statistics_as_parameters, build)
         self.inputs = tuple(inputs)
         self.as_floats = False  # whole numbers are given to the module as they are, unless it cannot take them
         self.build = build
@@ -76,7 +82,12 @@ class Model:
             self.channels_last = self._works_with_channels_last(example)
             self.features = self._count_features(example)
             self._refuse_buffers_that_change(example)
-        self.frozen = {name for name, value in self.module.named_parameters() if not value.requires_grad}
+        norms = [name for name, layer in self._layers.items() if isinstance(layer, _BatchNorm)]
+        # What stays with a client because it belongs to its batch normalisation; `statistics` change in a forward pass.
+        self.norms = {name for name in self._names if name.rpartition(".")[0] in norms}
+        self.statistics = {name for name in self.norms if name.rpartition(".")[2] in STATISTICS}
+        unmoved = {name for name, value in self.module.named_parameters() if not value.requires_grad}
+        self.frozen = unmoved - self.statistics
         self.parameters = sum(p.numel() for p in self.module.parameters())
 
     @property
@@ -216,6 +227,8 @@ class Model:
     @cached_property
     def ungroupable(self) -> str | None:
         """Why several models are not applied at once, or None: it would not pay, or would give other numbers."""
+        if self.norms:
+            return "batch normalisation keeps statistics, which change in a forward pass"
         if self.parameters > STACK_PARAMETERS:
             return f"a model of {self.parameters:,} parameters fills the cores by itself"
         if any(isinstance(layer, _ConvNd) for layer in self._layers.values()):
@@ -255,6 +268,8 @@ class Model:
         return self._stackable[key]
 
     def _can_be_stacked(self, experts: frozenset[str]) -> bool:
+        if self.norms:
+            return False
         if self._known:
             return sorted(experts) in self._known["stacks"]
         share_nothing = experts >= self._names
@@ -502,10 +517,11 @@ class Model:
 
     def _refuse_what_cannot_be_averaged(self) -> None:
         for name, module in self.module.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, _BatchNorm) and not self._private_norms:
                 raise ModelError(
                     f"layer {name!r} is {type(module).__name__}: its running statistics mix the clients' data and cannot "
-                    "be averaged between clients that differ. Use nn.GroupNorm or nn.LayerNorm in its place."
+                    "be averaged between clients that differ. Keep it with each client (model.batchnorm = 'private', FedBN), "
+                    "or use nn.GroupNorm or nn.LayerNorm in its place."
                 )
         if not any(True for _ in self.module.parameters()):
             raise ModelError("the model has no parameters to train.")
@@ -557,6 +573,27 @@ def _computation(kind: type[nn.Module]) -> str:
     except (OSError, TypeError, SyntaxError):
         return ""
     return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
+def with_statistics_as_parameters(build: Factory) -> nn.Module:
+    """A module whose batch normalisations hold their running statistics as parameters, which no gradient trains.
+
+    Like all parameters they then come from outside: each client has its own.
+    """
+    module = _fresh(build)
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if layer.running_mean is None or layer.momentum is None:
+            raise ModelError(
+                f"layer {name!r} must keep running statistics with a momentum (track_running_stats=True) to be private."
+            )
+        for statistic in STATISTICS:
+            value = layer._buffers.pop(statistic)
+            assert value is not None
+            layer.register_parameter(statistic, nn.Parameter(value, requires_grad=False))
+        layer._buffers["num_batches_tracked"] = None  # it counts for a momentum of None alone
+    return module
 
 
 def _fresh(build: Factory) -> nn.Module:

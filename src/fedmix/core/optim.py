@@ -22,8 +22,11 @@ class Optimizer:
     update: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], OptState, float], tuple[Params, OptState]]
 
 
-def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
-    """torch.optim.SGD's rule: g += weight_decay w; v = momentum v + g; w -= lr v. What has no gradient is left alone."""
+def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, over_gradients: bool = False) -> Optimizer:
+    """torch.optim.SGD's rule: g += weight_decay w; v = momentum v + g; w -= lr v. What has no gradient is left alone.
+
+    over_gradients: large results may be written where the gradients are, which nobody needs after the step.
+    """
 
     def init(params: Mapping[str, Tensor]) -> OptState:
         if not momentum:
@@ -34,7 +37,8 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
         params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
     ) -> tuple[Params, OptState]:
         new, velocity = dict(params), dict(state.get("velocity", {}))
-        reusable = set() if momentum or weight_decay else large_and_alone(grads)
+        plain = over_gradients and not momentum and not weight_decay
+        reusable = large_and_alone(grads) if plain else set()
         for name, g in grads.items():
             w = params[name]
             if weight_decay:
@@ -64,8 +68,20 @@ def _fills_its_memory(value: Tensor, uses: Mapping[int, int]) -> bool:
     return whole and uses[memory.data_ptr()] == 1
 
 
-def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, rows: bool = False) -> Optimizer:
-    """torch.optim.Adam's rule. With `rows`, each row of a tensor counts its own steps, so that rows can sit a round out."""
+def adam(
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    rows: bool = False,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+) -> Optimizer:
+    """torch.optim.Adam's rule; decoupled: AdamW's, whose weight decay is no part of the gradient.
+
+    With `rows`, each row of a tensor counts its own steps, so that rows can sit a round out. What has no gradient is left
+    alone.
+    """
 
     def init(params: Mapping[str, Tensor]) -> OptState:
         return {
@@ -82,10 +98,14 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
     def update(
         params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptState, factor: float
     ) -> tuple[Params, OptState]:
-        new: Params = {}
-        after: OptState = {"mean": {}, "square": {}, "step": {}}
-        for name, w in params.items():
-            g = grads[name]
+        new = dict(params)
+        after: OptState = {part: dict(values) for part, values in state.items()}
+        for name, g in grads.items():
+            w = params[name]
+            if weight_decay and decoupled:
+                w = w * (1 - lr * factor * weight_decay)
+            elif weight_decay:
+                g = g.add(w, alpha=weight_decay)
             step = state["step"][name] + 1
             mean = state["mean"][name].lerp(g, 1 - beta1)
             square = state["square"][name].mul(beta2).addcmul_(g, g, value=1 - beta2)

@@ -75,6 +75,8 @@ class Schedule:
     optimizer: Optimizer
     factor: float
     passes: Passes
+    # How much a point of each class counts, from a client's labels [classes]; None: all alike.
+    weights: Callable[[Tensor], Tensor | None] = lambda y: None
 
 
 def mean_of_last_epoch(losses: list[float], epochs: int) -> float:
@@ -107,13 +109,14 @@ def train_client(
     # copies, since a module may touch its weights, and these are the server's
     current = {name: value.clone() for name, value in params.items()}
     state = schedule.optimizer.init(current)
+    class_weights = schedule.weights(data.y)
     kind = next((w.dtype for w in current.values() if w.is_floating_point()), torch.get_default_dtype())
     losses: list[Tensor] = []  # read at the end: nothing waits for the device inside the loop
     views = rng.child("augment")
     with rng.child("dropout").torch():
         batches = schedule.passes.batches(len(data), rng.child("batches"), data.x.device)
         for step, index in enumerate(batches, start=1):
-            batch = _as_batch(data.batch(index, views), kind)
+            batch = _as_batch(data.batch(index, views), kind, class_weights)
             leaves = _leaves(current, trains)
             try:
                 points, penalty, carry = loss_of(current | leaves, batch, carry)
@@ -146,8 +149,16 @@ def values_of(losses: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def _as_batch(points: Examples, kind: torch.dtype) -> Batch:
+def weighed(y: Tensor, weight: Tensor, class_weights: Tensor) -> Tensor:
+    """Weights of points [..., B], 1/B each, as shares of their classes' weights; a mini-batch still weighs 1."""
+    together = weight * class_weights.to(weight.dtype)[y]
+    return together / together.sum(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def _as_batch(points: Examples, kind: torch.dtype, class_weights: Tensor | None) -> Batch:
     weight = torch.full((len(points),), 1 / max(len(points), 1), dtype=kind, device=points.x.device)
+    if class_weights is not None:
+        weight = weighed(points.y, weight, class_weights)
     return Batch(points.x, points.y, points.c, weight)
 
 
@@ -175,7 +186,7 @@ def train_group(
     Each client takes the same mini-batches as it would alone. A client that has no mini-batch left keeps its weights and its
     carry. Gives what each client has after training, or an error where its training failed.
     """
-    fill = _Filler(data, schedule.passes, rngs)
+    fill = _Filler(data, schedule, rngs)
     current = {name: value.clone() for name, value in params.items()}
     state = schedule.optimizer.init(current)
     losses: list[Tensor] = []
@@ -250,13 +261,14 @@ class Vectorised:
 class _Filler:
     """The mini-batches of several clients as one tensor each, filled up with zeros that weigh nothing."""
 
-    def __init__(self, data: Sequence[Examples], passes: Passes, rngs: Sequence[Stream]) -> None:
+    def __init__(self, data: Sequence[Examples], schedule: Schedule, rngs: Sequence[Stream]) -> None:
+        self._class_weights = [schedule.weights(points.y) for points in data]
         longest = max(len(points) for points in data)
         self._x = _filled([points.x for points in data], longest)
         self._y = _filled([points.y for points in data], longest)
         self._c = _filled([points.c for points in data], longest)
         self._device = self._x.device
-        plans = self._plans(data, passes, rngs)
+        plans = self._plans(data, schedule.passes, rngs)
         self.steps = [len(plan) for plan in plans]
         self._members = torch.arange(len(data), device=self._device).unsqueeze(1)
         self._batches: list[tuple[Tensor, Tensor]] = []
@@ -286,7 +298,15 @@ class _Filler:
         """The mini-batches of all clients in a step."""
         index, weight = self._batches[step]
         at = (self._members, index)
-        return Batch(self._x[at], self._y[at], self._c[at], weight)
+        y = self._y[at]
+        if self._class_weights[0] is not None:
+            rows = [
+                weighed(y[g], weight[g], weights)
+                for g, weights in enumerate(self._class_weights)
+                if weights is not None
+            ]
+            weight = torch.stack(rows)
+        return Batch(self._x[at], y, self._c[at], weight)
 
     def active(self, step: int) -> Tensor | None:
         """Which clients still have a mini-batch in this step [G]; None: all of them."""

@@ -329,7 +329,8 @@ def _vectors(blocks: Sequence[own.Block]) -> tuple[Tensor, int]:
 def standardised(vectors: Tensor, train: Sequence[Indices]) -> tuple[Tensor, SideMoments]:
     """Shift and scale each number to mean 0 and standard deviation 1 over all training points: [N, D] -> [N, D].
 
-    Gives the means and deviations too. float64 until then: in float32 large numbers that differ a little, such as times, would all be the same.
+    Gives the means and deviations too. float64 until then: in float32 large numbers that differ a little, such as times,
+    would all be the same.
     """
     known = vectors[torch.from_numpy(np.concatenate(train))]
     spread = known.std(dim=0, correction=0)

@@ -9,7 +9,7 @@ For example:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -59,6 +59,7 @@ class Source:
     labels: Sequence[Label] = ()  # what the user calls the classes
     table: Table | None = None  # rows that become inputs once it is known which of them are trained on; x is empty then
     features: Sequence[Mapping[str, Any]] = ()  # how the columns of a table became numbers
+    roles: Mapping[str, Any] = field(default_factory=dict)  # which column of a table is the label, the client, the side
     note: str = ""  # what a user should know of these files
 
     @property

@@ -1,8 +1,8 @@
 """Tables: cells of a CSV, or columns of a DataFrame, and how they become numbers for a model.
 
 A table is read first (`read_csv`, `as_columns`), then taken apart into numbers and words (`take_apart`). How a column becomes
-inputs is a rule, {column, mean, std} or {column, words}, with `missing` where gaps are filled; rules are made from training rows
-alone (`make_rules`) and are kept with a run, so that new rows become numbers in the same way (`encode`).
+inputs is a rule, {column, mean, std} or {column, words}, with `missing` where gaps are filled; rules are made from training
+rows alone (`make_rules`) and are kept with a run, so that new rows become numbers in the same way (`encode`).
 """
 
 import csv
@@ -428,8 +428,8 @@ def checked_rule(rule: Any) -> dict[str, Any]:
     keys = set(rule) - {"missing", "gaps"} if isinstance(rule, Mapping) else set()
     if keys != {"column", "words"} and keys != {"column", "mean", "std"}:
         raise DataError(
-            f"data.args.columns must be {{column, mean, std}} for numbers, {{column, words}} for words, with missing where gaps "
-            f"are filled. Got {rule!r}."
+            f"data.args.columns must be {{column, mean, std}} for numbers, {{column, words}} for words, with missing where "
+            f"gaps are filled. Got {rule!r}."
         )
     return dict(rule)
 

@@ -85,7 +85,7 @@ def perform(
     algorithm: Algorithm, clients: Clients, seed: int, task: Task, private: Private, device: torch.device = CPU
 ) -> Answer:
     """What a client answers. An error names client, round and step. `clients` are on the device already."""
-    with named(task):
+    with named(task, names=names_of(clients)):
         rng = task.stream(seed)
         if task.kind == "density":
             return _density(clients, task, rng), private
@@ -116,9 +116,10 @@ def _learn(
 
 
 @contextmanager
-def named(*tasks: Task) -> Iterator[None]:
+def named(*tasks: Task, names: Sequence[str] = ()) -> Iterator[None]:
     """Whatever goes wrong becomes an error that names this client, or these, and the round."""
-    who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(str(task.client) for task in tasks)
+    called = [names[task.client] if task.client < len(names) else str(task.client) for task in tasks]
+    who = ("client " if len(tasks) == 1 else "clients ") + ", ".join(called)
     where = f"{who}, round {tasks[0].round}"
     try:
         yield
@@ -127,6 +128,12 @@ def named(*tasks: Task) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise ClientError(f"{where}: {kind}: {error}", f"{where}: {kind}; its site's log says more") from error
+
+
+def names_of(clients: Clients) -> Sequence[str]:
+    """What the user calls the clients, where their data says so."""
+    names: Sequence[str] = getattr(clients, "names", ())
+    return names
 
 
 def informed(algorithm: Algorithm, clients: Clients, client: int, private: Private) -> Private:
@@ -188,11 +195,12 @@ def _perform_together(
     messages = [task.message.to(device) for task in tasks]
     rngs = [task.stream(seed) for task in tasks]
     known = [placed(private, device) for private in privates]
-    with named(*tasks):
+    names = names_of(clients)
+    with named(*tasks, names=names):
         outcomes = algorithm.group_update(messages, known, data, rngs, tasks[0].epochs)
     answers = []
     for task, private, outcome in zip(tasks, privates, outcomes, strict=True):
-        with named(task):
+        with named(task, names=names):
             updated = _raised(outcome)
             answers.append(_answer(algorithm, clients, seed, task, private, updated))
     return answers
@@ -221,7 +229,7 @@ def _answer(algorithm: Algorithm, clients: Clients, seed: int, task: Task, priva
 def _score(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
     if not len(data):
         return score(data.x, data.y)
-    return score(predict(algorithm, *updated, data.x), data.y)
+    return score(predict(algorithm, *updated, data.x), data.y, algorithm.setup.measures)
 
 
 def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> dict[str, float]:
@@ -237,7 +245,7 @@ def _score_with_bound(algorithm: Algorithm, data: Examples, updated: Answer) -> 
             if bound is not None:
                 bounds.append(bound)
     mean_bound = float(torch.cat(bounds).to(torch.float64).mean())
-    return score(torch.cat(predictions), data.y) | {BOUND: mean_bound}
+    return score(torch.cat(predictions), data.y, algorithm.setup.measures) | {BOUND: mean_bound}
 
 
 @contextmanager

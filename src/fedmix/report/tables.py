@@ -120,8 +120,14 @@ def summary_table(summary: Summary) -> RenderableType:
         noise = summary["privacy"].get("noise")
         parts.append(Text(f"privacy: {noise_words(noise, summary['privacy'])}"))
     if "q_zs" in summary:
-        parts.append(q_map(summary["q_zs"], summary.get("groups")))
+        parts.append(gates_of(summary))
     return Group(*parts)
+
+
+def gates_of(summary: Summary) -> RenderableType:
+    """Who uses which expert, clients by their names where all of them are known."""
+    names = list(summary["of_clients"]["test"].get("server", {}))
+    return q_map(summary["q_zs"], summary.get("groups"), names if len(names) == len(summary["q_zs"]) else ())
 
 
 def q_map(

@@ -16,6 +16,8 @@ from fedmix.settings.recipe import Recipe
 
 # Fine-tuning more than once may cost this share of what training costs.
 AFFORDABLE = 0.1
+# Numbers of a reply that are no score.
+NO_SCORES = ("n", "loss")
 # An accuracy of each client. Clients have the names that JSON gives them: their numbers as text.
 OfClients = dict[str, float]
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class Carried:
 
     def note_reply(self, client: int, numbers: Numbers) -> None:
         """A client's own score, on validation data, of the weights that it has just sent."""
-        self.as_sent[str(client)] = {name: numbers[name] for name in ("points", *MEASURES) if name in numbers}
+        self.as_sent[str(client)] = {name: value for name, value in numbers.items() if name not in NO_SCORES}
 
     def scores_as_sent(self, clients: Sequence[int] | None = None) -> Scores:
         """The scores of these clients, or of all. Older runs did not measure everything; incomplete scores are left out."""
@@ -162,7 +164,8 @@ def _accuracies(scores: Scores) -> OfClients:
 
 
 def _mean_numbers(rows: Sequence[Numbers]) -> dict[str, float]:
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    in_all = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in in_all}
 
 
 def evaluation_rounds(recipe: Recipe) -> list[int]:

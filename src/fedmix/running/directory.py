@@ -271,6 +271,8 @@ def describe_federation(federation: Federation) -> FederationFile:
 
 def run_recipe(path: Path) -> Recipe:
     """The recipe of a run directory."""
+    if not path.exists():
+        raise RunError(f"{path} must be a run directory. It is not there.")
     for name in (schema.RECIPE, schema.FEDERATION):
         if not (path / name).is_file():
             raise RunError(f"{path} must be a run directory. It has no {name}.")

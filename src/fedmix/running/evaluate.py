@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fedmix.core.algorithm import Algorithm
-from fedmix.core.score import LOWER_IS_BETTER, MEASURES, score
+from fedmix.core.score import LOWER_IS_BETTER, MEASURES, Measure, score
 from fedmix.core.server import State
 from fedmix.core.tree import nbytes
 from fedmix.core.types import Message, Private
 from fedmix.data.federation import Federation
-from fedmix.engines.client import CHUNK, Absent, Task
+from fedmix.engines.client import BOUND, CHUNK, Absent, Task
 from fedmix.engines.store import Store
 from fedmix.errors import ClientError
 from fedmix.running.loop import Engine
@@ -34,7 +34,13 @@ class Scores:
     unanswered: Mapping[int, str] = field(default_factory=dict)
 
     def values(self, measure: str = "accuracy") -> list[float]:
-        return [numbers[measure] for numbers in self.of.values()]
+        return [numbers[measure] for numbers in self.of.values() if measure in numbers]
+
+    @property
+    def measures(self) -> list[str]:
+        """What was measured on some client; what a method reports of its own is no measure."""
+        named = dict.fromkeys(name for numbers in self.of.values() for name in numbers)
+        return [name for name in named if name not in ("points", BOUND)]
 
     def summary(self, measure: str = "accuracy") -> OverClients:
         """Mean, standard deviation and worst decile over clients."""
@@ -53,7 +59,7 @@ class Scores:
         return sum(numbers["points"] * numbers[measure] for numbers in scores) / points
 
     def summaries(self) -> dict[str, OverClients]:
-        return {measure: self.summary(measure) for measure in MEASURES}
+        return {measure: self.summary(measure) for measure in self.measures or MEASURES}
 
 
 def worst_decile(values: Sequence[float], lower_is_better: bool = False) -> float:
@@ -150,7 +156,11 @@ def _handed_over(algorithm: Algorithm, store: Store, clients: Sequence[int]) -> 
 
 
 def on_union(
-    federation: Federation, clients: Sequence[int], part: str, predict: Callable[[Tensor], Tensor]
+    federation: Federation,
+    clients: Sequence[int],
+    part: str,
+    predict: Callable[[Tensor], Tensor],
+    measures: Mapping[str, Measure] = {},
 ) -> tuple[Numbers, Scores]:
     """Predictions for the clients' `part`, whoever a point belongs to: the score of the union, and that of each client."""
     points = [federation.parts[part][s] for s in clients]
@@ -161,7 +171,7 @@ def on_union(
         log_p = torch.cat([predict(federation.inputs(some)) for some in torch.split(index, CHUNK)])
     y = federation.y[index]
     sizes = [len(of_client) for of_client in points]
-    return score(log_p, y), _scores_apart(clients, torch.split(log_p, sizes), torch.split(y, sizes))
+    return score(log_p, y, measures), _scores_apart(clients, torch.split(log_p, sizes), torch.split(y, sizes))
 
 
 def _scores_apart(clients: Sequence[int], log_p: Sequence[Tensor], y: Sequence[Tensor]) -> Scores:
@@ -207,7 +217,7 @@ def no_identity_score(experiment: Experiment, store: Store, state: State, part: 
         return algorithm.predict_anonymous(message, known.privates, known.log_p_s, x)
 
     anyone = for_anyone(algorithm, federation.label_counts(), predict)
-    numbers, of_clients = on_union(federation, range(len(federation)), part, anyone)
+    numbers, of_clients = on_union(federation, range(len(federation)), part, anyone, algorithm.setup.measures)
     if not numbers["points"]:
         return NoIdentity(None, f"no client has {part} data")
     return NoIdentity(numbers, "", known.nbytes, of_clients)

@@ -96,14 +96,16 @@ def rounds(
     last: int,
     server: ServerSettings = ServerSettings(),  # noqa: B008 (frozen)
     about_to_ask: Callable[[int, Sequence[int]], None] = lambda t, clients: None,
+    choose: Callable[[int], list[int]] | None = None,
 ) -> Iterator[Round]:
     """Rounds after `state` up to round `last`: sample, send, train, check, update.
 
-    about_to_ask: called with the round and its clients before anything is sent to them.
+    about_to_ask: called with the round and its clients before anything is sent to them. choose: who takes part in a round;
+    None: `per_round` clients, all equally likely.
     """
     for t in range(state.round + 1, last + 1):
         began = time.perf_counter()
-        chosen = cohort(seed, t, clients, per_round or clients)
+        chosen = choose(t) if choose else cohort(seed, t, clients, per_round or clients)
         tasks = [Task("train", t, s, algorithm.broadcast(state, s, training=True)) for s in chosen]
         about_to_ask(t, chosen)
         answers = _ask(algorithm, engine, tasks, server)

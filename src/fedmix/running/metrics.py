@@ -31,6 +31,12 @@ def line_of(step: Round) -> MetricsLine:
     return cast(MetricsLine, line)
 
 
+def _means(scores: Scores) -> dict[str, float]:
+    """The mean over clients of everything that is measured beside accuracy, with the server's weights on validation data."""
+    means = {name: scores.summary(name)["mean"] for name in scores.measures if name != "accuracy"}
+    return {name: value for name, value in means.items() if value is not None}
+
+
 def evaluated(
     experiment: Experiment, engine: Engine, step: Round, carried: Carried, with_fine_tuning: bool
 ) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def evaluated(
         tuned = evaluate.fine_tuned_scores(experiment, engine, step.state, step.t)
         carried.note_fine_tuned(step.t, tuned)
         accuracy["test"] = {"fine_tuned": tuned.summary()}
-    line: dict[str, Any] = {"accuracy": accuracy}
+    line: dict[str, Any] = {"accuracy": accuracy, "scores": _means(server)}
     bound = server.mean_over_points(BOUND)
     if bound is not None:
         # The bound on validation points, with the server's weights.

@@ -36,7 +36,7 @@ class Reopened:
 
 
 def reopen(path: Path, model: Given = None, page: Page | None = None, round: int | str = "last") -> Reopened:
-    """A run directory at its last checkpoint, or at another. model, page: needed again where they were handed over in Python."""
+    """A run directory at its last checkpoint, or at another. model, page: needed again where they were handed over."""
     recipe = run_recipe(path)
     federation = read_federation(path)
     built, algorithm = revive(recipe, federation, model, page, read_run(path).get("found_out"))

@@ -18,6 +18,7 @@ from fedmix.core.algorithm import Algorithm
 from fedmix.core.inputs import Input
 from fedmix.core.method import Setup
 from fedmix.core.model import Model
+from fedmix.core.score import Measure
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError, one_of
 from fedmix.methods.page import Page
@@ -55,10 +56,11 @@ def build(
     model: Given = None,
     data_dir: str | None = None,
     page: Page | None = None,
+    measures: Mapping[str, Measure] | None = None,
 ) -> Experiment:
     """The objects of a recipe; a federation, model or method that was handed over takes the place of the named one.
 
-    data_dir: where data files are looked for first.
+    data_dir: where data files are looked for first. measures: of the user's own, handed over in Python.
     """
     federation = federation or build_federation(recipe.data, recipe.seed, data_dir)
     example = federation.inputs(torch.arange(2))
@@ -66,7 +68,10 @@ def build(
         recipe.model, example, federation.classes, model, recipe.training.precision, federation.input_parts
     )
     method_page = find_page(recipe.algorithm, page)
-    algorithm = build_algorithm(recipe, built, len(federation), federation.categories, example, method_page)
+    every_measure = {**measures_of(recipe), **(measures or {})}
+    algorithm = build_algorithm(
+        recipe, built, len(federation), federation.categories, example, method_page, every_measure
+    )
     return Experiment(recipe, federation, algorithm.setup.model, algorithm, method_page)
 
 
@@ -90,6 +95,17 @@ def revive(
     clients, categories = len(about["clients"]), about["categories"]
     algorithm = build_algorithm(recipe, built, clients, categories, example, method_page)
     return algorithm.setup.model, algorithm
+
+
+def measures_of(recipe: Recipe) -> dict[str, Measure]:
+    """The measures that a recipe names as `package.module:name`, by the last part of their names."""
+    found: dict[str, Measure] = {}
+    for name in recipe.evaluation.metrics:
+        measure = named_object(name, "evaluation.metrics")
+        if not callable(measure):
+            raise SettingError(f"evaluation.metrics must name functions. {name} is {type(measure).__name__}.")
+        found[name.partition(":")[2]] = measure
+    return found
 
 
 def find_page(name: str, given: Page | None = None) -> Page:
@@ -120,7 +136,13 @@ def code_of(page: Page) -> str:
 
 
 def build_algorithm(
-    recipe: Recipe, model: Model, clients: int, categories: int, example: Tensor, page: Page
+    recipe: Recipe,
+    model: Model,
+    clients: int,
+    categories: int,
+    example: Tensor,
+    page: Page,
+    measures: Mapping[str, Measure] | None = None,
 ) -> Algorithm:
     """The method of a recipe for this model, this many clients and this many values of side information."""
     settings = recipe.method_settings
@@ -138,6 +160,7 @@ def build_algorithm(
         recipe.privacy,
         example,
         recipe.data.side,
+        measures or {},
     )
     return Algorithm(page.title, setup, page.build(setup, settings), recipe.seed)
 
@@ -164,10 +187,11 @@ def build_model(
         factory = given
     else:
         raise SettingError(
-            f"model must be an nn.Module class, a function that builds a module, or a module. Got {given!r}; a shipped model is "
-            "named as model={'name': 'mlp'}."
+            f"model must be an nn.Module class, a function that builds a module, or a module. Got {given!r}; a shipped model "
+            "is named as model={'name': 'mlp'}."
         )
-    return Model(factory, settings.output, example, classes, precision, inputs, known)
+    private_norms = settings.batchnorm == "private"
+    return Model(factory, settings.output, example, classes, precision, inputs, known, private_norms)
 
 
 def _factory_of_copies(module: nn.Module, settings: ModelSettings) -> Factory:

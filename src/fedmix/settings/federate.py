@@ -183,11 +183,7 @@ def federate(settings: DataSettings, seed: int, source: Source) -> Federation:
             left_out=dealt.left_out,
             kinds=source.kinds if settings.side == "column" else (),
             side_moments=side_moments,
-            roles={
-                key: settings.args[key]
-                for key in ("label", "client", "side")
-                if source.features and key in settings.args
-            },
+            roles=source.roles,
         )
 
     held_out = of_clients(slice(dealt.taking_part, None)) if dealt.held_out else None
@@ -311,7 +307,9 @@ def _with_small_owners_merged(source: Source, train: Indices, least: int) -> tup
     if len(small) < 2:
         return source, ""
     owner[np.isin(owner, small)] = len(source.owners)
-    note = f"{_listed([source.owners[s] for s in small])} with fewer than {least} points are one client, {MERGED!r}"
+    note = (
+        f"{_listed([source.owners[int(s)] for s in small])} with fewer than {least} points are one client, {MERGED!r}"
+    )
     return replace(source, owner=torch.from_numpy(owner), owners=[*source.owners, MERGED]), note
 
 
@@ -321,7 +319,7 @@ def _note_on_left_out(source: Source, owned: _Owned, least: int) -> str:
         return ""
     taken = {*owned.known, *owned.new}
     pairs = zip(owned.to_train, owned.to_test, strict=True)
-    names = [source.owners[s] for s, points in enumerate(pairs) if s not in taken and sum(map(len, points))]
+    names = [source.owners[s] for s, (a, b) in enumerate(pairs) if s not in taken and len(a) + len(b)]
     return f"{_listed(names)} with fewer than {least} points left out (data.small, data.min_size)"
 
 

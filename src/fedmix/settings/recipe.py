@@ -18,6 +18,7 @@ SHIFTS = ("none", "permute-labels", "rotate")
 SMALL = ("leave-out", "keep", "merge")
 AUGMENTS = ("none", "crop-flip")
 SIDES = ("label", "client", "rotation", "group", "column", *VECTORS)
+SAMPLINGS = ("uniform", "by-size")
 # The source of data that stays with its owners, each on a machine of their own (settings.sites).
 SITES = "sites"
 # The name of data, a model or a method that was handed over in Python, which a recipe cannot name.
@@ -32,17 +33,17 @@ class DataSettings:
     clients: int = 20  # how many take part; 0: all that the data knows (by-writer, by-client)
     holdout_clients: int = 0  # how many more there are that never take part
     share: float = 1.0  # the share of the source's points that is used, drawn at random
-    split: str = "iid"
+    split: str = "iid"  # who gets which points; "by-client" keeps owners, docs/data.md has the others
     concentration: float = 1.0  # the concentration of the split's Dirichlet distribution
     fine_concentration: float = 10.0  # pachinko: the concentration of the fine labels inside a coarse one
-    shards_per_client: int = 2
+    shards_per_client: int = 2  # shards: pieces of points sorted by label that a client gets
     min_size: int = 5  # fewest points of a client in a dirichlet split; owners with fewer are small
     small: str = "leave-out"  # owners with few points: "leave-out", "keep" (they may only train), "merge" into one
-    shift: str = "none"
+    shift: str = "none"  # "permute-labels" in groups of clients, or "rotate" images
     permutations: int = 4  # permute-labels: how many groups of clients there are, each with its own permutation
     group_sizes: list[int] = field(default_factory=list)  # how many clients each group has; empty: equally many
     permuted_labels: int = 0  # labels that a permutation moves; the first then moves none. 0: any number of them
-    rotation_concentration: float = 1.0
+    rotation_concentration: float = 1.0  # rotate: concentration of a client's Dirichlet distribution over angles
     side: str = "label"  # what the side information c is
     validation: float = 0.1  # share of a client's own points; of the training set where the publisher has a test set
     test: float = 0.2  # share of a client's own points; not used where the publisher has a test set
@@ -100,8 +101,9 @@ class DataSettings:
 class ModelSettings:
     """The classifier: a name, `package.module:name` (a function or class that gives an nn.Module), or "own"."""
 
-    name: str = "mlp"
+    name: str = "mlp"  # "mlp", "lenet5", "resnet20", `package.module:name`, or "own" if handed over in Python
     output: str = "out"  # the name of the output layer; the gate looks at its input
+    batchnorm: str = "refuse"  # "private": batch normalisation stays with each client, statistics and all (FedBN)
     start: str = ""  # weights of a module that was handed over: "given" keeps them, "random" draws new ones
     hidden: list[int] = field(default_factory=list)  # widths; empty: the model's defaults (mlp 64, lenet5 512)
     channels: list[int] = field(default_factory=list)  # empty: the model's defaults (lenet5 32, 64; resnet20 16)
@@ -109,6 +111,8 @@ class ModelSettings:
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the user's own model
 
     def __post_init__(self) -> None:
+        if self.batchnorm not in ("refuse", "private"):
+            raise SettingError(one_of("model.batchnorm", self.batchnorm, ("refuse", "private")))
         if self.start not in ("", "given", "random"):
             raise SettingError(one_of("model.start", self.start, ("given", "random")))
         for name in ("hidden", "channels"):
@@ -144,6 +148,9 @@ class EvaluationSettings:
     finetune_epochs: int = 1  # epochs on the client before fine-tuned accuracy is measured
     finetune_evaluations: int = 0  # fine-tuned accuracy: the mean of this many last evaluations; 0: 3 if cheap, else 1
     adapt_steps: int = 100  # a new client's gate takes at least this many steps on its labelled points
+    metrics: list[str] = field(default_factory=list)  # functions (y, p) -> number as `package.module:name`
+    best_by: str = "server"  # what the best round has most of, on validation data: a kind of accuracy, or a metric
+    patience: int = 0  # a run ends after so many evaluations without a better one; 0: it never does
     share_private: bool = False  # clients hand over their private state, which accuracy without identity needs
 
     def __post_init__(self) -> None:
@@ -153,6 +160,9 @@ class EvaluationSettings:
         asked = self.finetune_evaluations
         require(0 <= asked <= most, "evaluation.finetune_evaluations", f"a whole number from 0 to {most}", asked)
         require(self.adapt_steps >= 1, "evaluation.adapt_steps", "1 or more", self.adapt_steps)
+        require(self.patience >= 0, "evaluation.patience", "0 for none, or 1 or more", self.patience)
+        named = all(":" in name for name in self.metrics)
+        require(named, "evaluation.metrics", "a list of functions, each as package.module:name", self.metrics)
 
 
 @dataclass(frozen=True)
@@ -174,13 +184,14 @@ class CheckpointSettings:
 class Recipe:
     """Everything that decides the numbers of a run. Engine and workers do not, so they are not here."""
 
-    name: str = "unnamed"
-    description: str = ""
+    name: str = "unnamed"  # run folders are named after it
+    description: str = ""  # a sentence for `fedmix recipes`
     scale: str = "full"  # "full", or the name of the table [scales.X] whose smaller settings were taken
-    algorithm: str = "fedmix"
-    rounds: int = 20
-    seed: int = 0
+    algorithm: str = "fedmix"  # a method by name, or `package.module:name` of your own
+    rounds: int = 20  # how often the server sends, clients train, and the server averages
+    seed: int = 0  # decides the split, first weights, and the order of clients and points
     clients_per_round: int = 0  # how many clients take part in a round; 0: all of them
+    sampling: str = "uniform"  # who takes part: "uniform", "by-size" (large clients more often), `package.module:name`
     warm_start: str = ""  # the run directory whose experts this run starts from
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -198,6 +209,8 @@ class Recipe:
             raise SettingError(one_of("algorithm", self.algorithm, [*CATALOGUE, "package.module:name"]))
         require(self.rounds >= 1, "rounds", "1 or more", self.rounds)
         require(self.seed >= 0, "seed", "0 or more", self.seed)
+        if self.sampling not in SAMPLINGS and ":" not in self.sampling:
+            raise SettingError(one_of("sampling", self.sampling, [*SAMPLINGS, "package.module:name"]))
         require(self.clients_per_round >= 0, "clients_per_round", "1 or more, or 0 for all", self.clients_per_round)
         if self.algorithm in CATALOGUE:
             require(not self.own, "own", "empty: it has the settings of a method of one's own", self.own)
