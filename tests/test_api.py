@@ -265,7 +265,7 @@ def test_sweep_in_python_chooses_on_validation_data(tmp_path):
     accuracies = [row["validation"]["server"]["mean"] for row in found["rows"]]
     assert found["best"] == accuracies.index(max(accuracies))
     assert found["by"] == "server"
-    with pytest.raises(SettingError, match="--by must be one of as-sent, no-identity, server"):
+    with pytest.raises(SettingError, match="by must be one of as-sent, no-identity, server"):
         fedmix.sweep("digits-skew", {"seed": [0, 1]}, by="fine_tuned", out=tmp_path / "none", **TINY)
 
 
@@ -275,7 +275,7 @@ def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
         lambda: fedmix.compare("digits-skew", out=tmp_path / "r", engine="quantum"),
         lambda: fedmix.sweep("digits-skew", {"seed": [0, 1]}, out=tmp_path / "r", engine="quantum"),
     ):
-        with pytest.raises(SettingError, match="^engine must be one of flower, local, serial"):
+        with pytest.raises(SettingError, match=r"^engine must be one of flower, local, serial"):
             call()
     assert not (tmp_path / "r").exists()
     fedmix.train("digits-skew", out=tmp_path / "r", engine="serial", **TINY)

@@ -128,3 +128,18 @@ def test_code_blocks_run_as_they_stand_and_twice_in_a_row(page, heading, count, 
     for _ in range(2):
         done = subprocess.run([sys.executable, "blocks.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_tutorial_of_the_hospitals_runs_as_it_stands(tmp_path):
+    """All but the deployment, which tests/deploy has; predictions are for a file that the reader has."""
+    text = (ROOT / "docs" / "hospitals.md").read_text()
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["sh", "sh", "python", "sh", "sh"]
+    shutil.copyfile(ROOT / "src" / "fedmix" / "data" / "heart-disease.csv", tmp_path / "new.csv")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for kind, block in blocks[:4]:
+        command = ["sh", "-e", "-c", block] if kind == "sh" else [sys.executable, "-c", block]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "accuracy" in done.stderr
+    assert (tmp_path / "runs" / "hospitals" / "report.html").exists()

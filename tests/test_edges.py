@@ -81,7 +81,7 @@ def test_weights_that_blow_up_in_the_last_step_are_noticed():
     federation = small_federation()
     settings = {"training.client_lr": 1e38, "training.batch_size": 1000}
     experiment = small_experiment("fedavg", replace(federation, x=1000 * federation.x), **settings)
-    with pytest.raises(ClientError, match=r"client 0, round 1, step 1: the weights are not finite"):
+    with pytest.raises(ClientError, match=r"client site-0, round 1, step 1: the weights are not finite"):
         train_serially(experiment)
 
 

@@ -171,6 +171,7 @@ class LeftOut(TypedDict):
     """A client that a round went on without."""
 
     client: int
+    name: NotRequired[str]
     reason: str
     field: NotRequired[str]
 

@@ -69,7 +69,7 @@ def test_engines_agree(method, changes):
 def test_an_error_names_client_round_and_step(engine):
     experiment = small_experiment("fedavg", **{"training.client_lr": 1e30})
     with pytest.raises(
-        ClientError, match=r"client 0, round 1, step \d+: the loss is nan; a smaller client_lr may help"
+        ClientError, match=r"client site-0, round 1, step \d+: the loss is nan; a smaller client_lr may help"
     ):
         train_serially(experiment) if engine == "serial" else train_locally(experiment, 1)
 

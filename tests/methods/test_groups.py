@@ -152,7 +152,7 @@ def test_an_error_in_a_group_names_its_client():
         return Examples(data.x * (float("inf") if client == 4 else 1.0), data.y, data.c)
 
     object.__setattr__(experiment.federation, "examples", examples)
-    with pytest.raises(ClientError, match="client 4, round 3, step 1: the loss is nan"):
+    with pytest.raises(ClientError, match="client site-4, round 3, step 1: the loss is nan"):
         perform_group(experiment.algorithm, experiment.federation, 0, tasks, privates)
 
 

@@ -195,8 +195,10 @@ def test_refusals_and_absences_are_in_the_metrics(tmp_path, monkeypatch):
     run(build(experiment.recipe, experiment.federation), directory)
     directory.close()
     first, second = read_metrics(tmp_path / "r")
-    assert first["refused"] == [{"client": LIAR, "field": "expert.1.out.weight", "reason": "not finite"}]
-    assert second["absent"] == [{"client": LIAR, "reason": "too late"}]
+    name = experiment.federation.names[LIAR]
+    why = {"client": LIAR, "name": name}
+    assert first["refused"] == [{**why, "field": "expert.1.out.weight", "reason": "not finite"}]
+    assert second["absent"] == [{**why, "reason": "too late"}]
     assert first["absent"] == second["refused"] == []
     json.dumps(first)
 

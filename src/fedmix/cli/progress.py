@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedmix.report.words import event_words, printable, size
-from fedmix.schema import MetricsLine
+from fedmix.schema import LeftOut, MetricsLine
 
 
 class _Totals:
@@ -30,11 +30,15 @@ class _Totals:
 
 def _left_out(line: MetricsLine) -> list[str]:
     """Clients that a round went on without, and why."""
-    absent = [f"client {row['client']} is absent: {row['reason']}" for row in line.get("absent", [])]
-    refused = [f"client {row['client']} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
+    absent = [f"client {_called(row)} is absent: {row['reason']}" for row in line.get("absent", [])]
+    refused = [f"client {_called(row)} is refused: {row['field']}: {row['reason']}" for row in line.get("refused", [])]
     left_out = absent + refused
     more = [f"and {len(left_out) - 3} more"] if len(left_out) > 3 else []
     return [f"round {line['round']}: {printable(words)}" for words in left_out[:3] + more]
+
+
+def _called(row: LeftOut) -> str:
+    return row.get("name") or str(row["client"])
 
 
 def _percent(value: float | None) -> str:

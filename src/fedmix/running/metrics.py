@@ -1,6 +1,7 @@
 """The line of metrics.jsonl for a round."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 from fedmix.engines.client import BOUND
@@ -12,10 +13,12 @@ from fedmix.schema import Accuracy, Kind, MetricsLine
 from fedmix.settings.build import Experiment
 
 
-def line_of(step: Round) -> MetricsLine:
-    """What is known about a round before anybody is evaluated."""
-    refused = [{"client": r.client, "field": r.field, "reason": r.reason} for r in step.refused]
-    absent = [{"client": client, "reason": reason} for client, reason in step.absent.items()]
+def line_of(step: Round, names: Sequence[str]) -> MetricsLine:
+    """What is known about a round before anybody is evaluated. names: what clients are called."""
+    refused = [
+        {"client": r.client, "name": names[r.client], "field": r.field, "reason": r.reason} for r in step.refused
+    ]
+    absent = [{"client": client, "name": names[client], "reason": reason} for client, reason in step.absent.items()]
     line: dict[str, Any] = {
         "round": step.t,
         "loss": step.loss,

@@ -258,7 +258,7 @@ class _Training:
         carried.seconds += step.seconds
         if engine.states_elsewhere:
             carried.engine = engine.memory()
-        line = line_of(step)
+        line = line_of(step, self.experiment.federation.names)
         self._first_losses = [*self._first_losses, line["loss"]][:FIRST_ROUNDS]
         if step.t == min(FIRST_ROUNDS, self.recipe.rounds) and not_moving(self._first_losses):
             line["warnings"] = [*line.get("warnings", []), _what_to_try(self.recipe, self._first_losses)]

@@ -132,7 +132,7 @@ def _left_out(kind: str, rounds: Sequence[tuple[int, Sequence[LeftOut]]]) -> lis
     t, clients = with_some[-1]
     last = clients[-1]
     return [
-        f"{kind}: clients in {len(with_some):,} of {len(rounds):,} rounds, last client {last['client']} in round "
+        f"{kind}: clients in {len(with_some):,} of {len(rounds):,} rounds, last client {last.get('name', last['client'])} in round "
         f"{t} ({last['reason']})"
     ]
 
