@@ -46,10 +46,10 @@ def test_own_metrics_are_in_metrics_and_summary_on_every_engine(tmp_path):
 def test_a_recipe_names_metrics_and_samplers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "own_measures.py").write_text(
         "def half(y, p):\n    return 0.5\n\n\ndef first_two(t, sizes, count, rng):\n    return [t % 2, 2]\n"
     )
-    args = ("--set", 'evaluation.metrics=["mine:half"]', "--set", "sampling=mine:first_two")
+    args = ("--set", 'evaluation.metrics=["own_measures:half"]', "--set", "sampling=own_measures:first_two")
     out = str(tmp_path / "run")
     done = command_line("train", "digits-skew", "--rounds", "2", "--out", out, "--quiet", *args)
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def test_patience_ends_a_run_and_the_best_round_can_be_loaded(tmp_path):
     assert run.summary["stopped"]["why"].endswith(f"since round {best['round']:.0f}")
     assert run.round == best["round"] + 3
     measured = [line["accuracy"]["validation"]["server"]["mean"] for line in run.metrics]
-    assert best["accuracy"] == pytest.approx(max(measured))
+    assert best["value"] == pytest.approx(max(measured))
     assert int(np.argmax(measured)) + 1 == best["round"]
     at_best = fedmix.load(tmp_path / "run", round="best")
     assert at_best.round == best["round"]
@@ -203,7 +203,7 @@ def test_patience_ends_a_run_and_the_best_round_can_be_loaded(tmp_path):
     for s in range(4):
         data = federation.examples(s, "validation")
         accuracies.append((at_best.client(s).predict(data.x) == data.y.numpy()).mean())
-    assert np.mean(accuracies) == pytest.approx(best["accuracy"], abs=1e-5)
+    assert np.mean(accuracies) == pytest.approx(best["value"], abs=1e-5)
     with pytest.raises(FedmixError, match="'last', 'best' or one of the checkpoints"):
         fedmix.load(tmp_path / "run", round=999)
 
@@ -294,3 +294,18 @@ def test_batch_normalisation_is_refused_with_what_to_do(tmp_path):
     assert torch.equal(loaded.client(1).log_prob(x), run.client(1).log_prob(x))
     with torch.no_grad():
         assert torch.allclose(loaded.client(1).module()(x), run.client(1).log_prob(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(("by", "measure"), [("nll", "nll"), ("-odd", "odd")])
+def test_what_should_be_low_is_best_where_it_is_lowest(by, measure, tmp_path):
+    odd = {"odd": lambda y, p: float((p.argmax(axis=1) != y).mean())}
+    run = train(tmp_path / "run", evaluation={"every": 1, "best_by": by}, metrics=odd)
+    measured = [line["scores"][measure] for line in run.metrics]
+    assert run.summary["best"]["round"] == int(np.argmin(measured)) + 1
+
+
+def test_metrics_must_have_names_of_their_own(tmp_path):
+    with pytest.raises(SettingError, match="'f1' is there already"):
+        train(tmp_path / "run", metrics={"f1": right_and_sure})
+    with pytest.raises(SettingError, match="metrics must be a dict"):
+        train(tmp_path / "run", metrics=[right_and_sure])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fedmix import schema
@@ -32,7 +33,7 @@ from fedmix.methods.registry import shipped_page
 from fedmix.report.comparison import Comparison, Sweep, compared, swept
 from fedmix.running.directory import RunDirectory
 from fedmix.running.files import write_json
-from fedmix.running.grids import Point, Train, comparison_points, sweep_points, train_points
+from fedmix.running.grids import Point, Read, Train, comparison_points, sweep_points, train_points
 from fedmix.running.loggers import check_tools, logging_to
 from fedmix.running.pilot import settled
 from fedmix.running.run import Progress, Sampler, Watch, refuse_what_cannot_run, run
@@ -77,6 +78,7 @@ def train(
     model: Callable[[], nn.Module] | nn.Module | dict[str, Any] | None = None,
     output: str | None = None,
     model_start: str | None = None,
+    batchnorm: str | None = None,
     algorithm: str | Page | None = None,
     scale: str | None = None,
     data_dir: str | None = None,
@@ -98,6 +100,7 @@ def train(
     federation: your own data (`Federation.from_clients`). model: an nn.Module class, a function that builds a module, or a
     module; a dict is the recipe's [model]. output: the name of the model's output layer. model_start: "given" keeps the
     weights of a module as a pretrained start, "random" draws new ones (the default, unless some of them are frozen).
+    batchnorm: "private" keeps batch normalisation with each client (FedBN).
     algorithm: a method by name, `package.module:name` of your own method, or its page (fedmix.methods.Page).
     settings: as in a recipe, sections as dicts: rounds=20, fedmix={"experts": 4}, training={"client_lr": 0.1}. Without a recipe
     and without any of FedMix's settings, the form of FedMix is the recommended one (docs/sharing.md); with one, the paper's.
@@ -111,8 +114,12 @@ def train(
     "class_weights"}, server={"server_lr", "optimizer"}, evaluation={"every", "patience", "best_by"}. `fedmix settings` explains
     them all.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise SettingError("metrics must be a dict of functions by name, {'mine': function(y, p) -> number}.")
     if isinstance(model, dict):
         settings["model"], model = model, None
+    if batchnorm is not None:
+        settings["model.batchnorm"] = batchnorm
     if model_start is not None:
         settings["model.start"] = model_start
     page = algorithm if isinstance(algorithm, Page) else None
@@ -198,7 +205,7 @@ def effective_recipe(
     scale: str | None = None,
 ) -> Recipe:
     """The recipe with its changes; data and a model that were handed over are described in it as far as a recipe can."""
-    changes = flat(settings)
+    changes = {key: _plain(value) for key, value in flat(settings).items()}
     if given.federation is not None:
         changes |= _described_data(given.federation)
     if given.model is not None:
@@ -232,6 +239,11 @@ def _defaults_for_own_data(changes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _plain(value: Any) -> Any:
+    """A setting without NumPy: numbers and lists as a recipe has them."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
 def _recommended(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the method that are recommended to somebody who gives none of them; nothing once one of them is given."""
     if recipe.algorithm not in CATALOGUE:
@@ -260,9 +272,12 @@ def _described_data(federation: Federation) -> dict[str, Any]:
 
 @words_of_python()
 def compare(
-    recipe: str,
+    recipe: str | None = None,
     algorithms: Sequence[str] = ("fedmix", "fedavg", "biased-fedavg", "local-global"),
     *,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    output: str | None = None,
     seeds: Sequence[int] = (),
     out: str | Path,
     scale: str | None = None,
@@ -276,18 +291,33 @@ def compare(
 ) -> Comparison:
     """Train several methods on the same data and seeds: a row for each, and their differences paired over clients and seeds.
 
-    settings: as in `train`. The result is also written to OUT/comparison.json.
+    recipe, federation, model, output, settings: as in `train`. The result is also written to OUT/comparison.json.
     """
-    points = comparison_points(recipe, algorithms, seeds, flat(settings), scale)
-    train_one = _trainer(Where(engine, workers, device), data_dir, resume, overwrite)
+    given = HandedOver(federation, model)
+    points = comparison_points(_reader(recipe, given, output, scale), algorithms, seeds, flat(settings))
+    train_one = _trainer(Where(engine, workers, device), data_dir, resume, overwrite, given)
     return compare_points(points, Path(out), train_one)
 
 
-def _trainer(where: Where, data_dir: str | None, resume: bool, overwrite: bool) -> Train:
+def _reader(recipe: str | None, given: HandedOver, output: str | None, scale: str | None) -> Read:
+    """A function that reads the recipe with a method and changes, for data and a model that were handed over."""
+
+    def read(method: str | None, changes: Mapping[str, Any]) -> Recipe:
+        chosen = {} if method is None else {"algorithm": method}
+        if recipe is not None and given == HandedOver():
+            return read_recipe(recipe, method, {key: _plain(value) for key, value in changes.items()}, scale)
+        return effective_recipe(recipe, {**changes, **chosen}, given, output, scale)
+
+    return read
+
+
+def _trainer(
+    where: Where, data_dir: str | None, resume: bool, overwrite: bool, given: HandedOver = HandedOver()
+) -> Train:
     """A function that trains one recipe into one folder."""
 
     def train_one(recipe: Recipe, folder: Path) -> Summary:
-        return train_recipe(recipe, folder, where, HandedOver(), data_dir, resume, overwrite)
+        return train_recipe(recipe, folder, where, given, data_dir, resume, overwrite)
 
     return train_one
 
@@ -302,9 +332,12 @@ def compare_points(points: Sequence[Point], out: Path, train_one: Train) -> Comp
 
 @words_of_python()
 def sweep(
-    recipe: str,
+    recipe: str | None,
     grid: Mapping[str, Sequence[Any]],
     *,
+    federation: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    output: str | None = None,
     seeds: Sequence[int] = (),
     by: str = "as_sent",
     out: str | Path,
@@ -320,10 +353,12 @@ def sweep(
 ) -> Sweep:
     """Train a grid of settings, {"fedmix.eta": [0, 0.5]}, and choose the best on validation data.
 
+    recipe: None where the data is handed over; federation, model, output, settings: as in `train`.
     by: the kind of accuracy to choose by: "as_sent", "server" or "no_identity". The result is also written to OUT/sweep.json.
     """
-    points = sweep_points(recipe, grid, seeds, flat(settings), algorithm, scale)
-    train_one = _trainer(Where(engine, workers, device), data_dir, resume, overwrite)
+    given = HandedOver(federation, model)
+    points = sweep_points(_reader(recipe, given, output, scale), grid, seeds, flat(settings), algorithm)
+    train_one = _trainer(Where(engine, workers, device), data_dir, resume, overwrite, given)
     return sweep_over(points, Path(out), train_one, by)
 
 

@@ -262,7 +262,7 @@ class Summary(TypedDict):
     scores: dict[str, Any]
     seconds: float
     warnings: list[str]
-    best: NotRequired[dict[str, float]]  # the round with the highest accuracy on validation data
+    best: NotRequired[dict[str, Any]]  # the round that is best on validation data, by what, and its value
     stopped: NotRequired[dict[str, Any]]  # why the run ended before its rounds were over, and how many these were
     privacy: NotRequired[Privacy]
     notes: NotRequired[dict[str, str]]

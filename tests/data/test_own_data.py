@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fedmix
 from fedmix.data.federation import Federation
-from fedmix.errors import DataError, ModelError
+from fedmix.errors import DataError, FedmixError, ModelError
 from fedmix.settings.federate import build_federation
 from fedmix.settings.recipe import DataSettings
 
@@ -436,3 +436,167 @@ def test_a_federation_and_a_run_are_short_in_words(tmp_path):
     run = fedmix.train(federation=federation, out=tmp_path / "run", **QUICK | {"rounds": 1})
     assert len(repr(run)) < 200
     assert "c7" in repr(run.client(7))
+
+
+# -- the same in another form ------------------------------------------------------------------------------------------
+
+
+def coded(kind):
+    """Two hospitals with a column of codes and a label, as pandas may hold them."""
+    table = pd.DataFrame(
+        {"code": [1, 2, 3, 4] * 15, "age": np.arange(60.0), "h": ["a", "b"] * 30, "y": [0, 1, 1, 0] * 15}
+    )
+    table["code"] = table["code"].astype(kind)
+    return table
+
+
+@pytest.mark.parametrize("kind", ["int64", "float64", "Int64", "string", "category", "object"])
+def test_codes_are_the_same_in_every_type_of_pandas(kind):
+    federation = Federation.from_table(coded(kind), label="y", client="h", words=["code"])
+    assert federation.features[0]["words"] == ["1", "2", "3", "4"]
+
+
+def test_gaps_of_pandas_and_numbers_that_mean_gaps_are_imputed():
+    table = coded("Int64")
+    table.loc[3, "code"] = pd.NA
+    table["flag"] = pd.array([True, False, pd.NA] * 20, dtype="boolean")
+    table["when"] = np.where(np.arange(60) == 7, -9.0, np.arange(60.0))
+    federation = Federation.from_table(table, label="y", client="h", missing="impute", missing_values=[-9])
+    told = {rule["column"]: rule["indicator"] for rule in federation.features}
+    assert told == {"code": True, "age": False, "flag": True, "when": True}
+    table["y"] = table["y"].astype("Int64")
+    table.loc[5, "y"] = pd.NA
+    with pytest.raises(DataError, match="'y' must have a value"):
+        Federation.from_table(table, label="y", client="h", missing="impute")
+
+
+def test_new_gaps_truth_values_and_other_types_are_predicted(tmp_path):
+    table = coded("int64")
+    table["flag"] = table["age"] > 30
+    federation = Federation.from_table(table, label="y", client="h", missing="impute", words=["code"])
+    run = fedmix.train(federation=federation, out=tmp_path / "run", **QUICK)
+    rows = table.drop(columns=["y", "h"]).iloc[:6]
+    expected = run.client("a").predict(rows)
+    table.iloc[:6].to_csv(tmp_path / "new.csv", index=False)
+    assert np.array_equal(run.client("a").predict(tmp_path / "new.csv"), expected)
+    assert np.array_equal(run.client("a").predict(rows.astype({"code": float})), expected)
+    assert np.array_equal(run.client("a").predict(rows.convert_dtypes()), expected)
+    assert run.client("a").predict(rows.assign(age=None)).shape == (6,)  # a gap that training had nowhere
+
+
+def test_integer_names_of_columns_and_clients(tmp_path):
+    table = pd.DataFrame({0: np.arange(60.0), 1: [1, 2] * 30, 2: [0, 1, 1] * 20, 3: 5})
+    federation = Federation.from_table(table, label=2, client=1, leave_out=[3])
+    assert [rule["column"] for rule in federation.features] == ["0"]
+    run = fedmix.train(federation=federation, out=tmp_path / "run", **QUICK)
+    assert [run.client(1).name, run.client(np.int64(2)).name, run.client("1").name] == ["1", "2", "1"]
+
+
+def test_a_csv_is_read_as_the_data_frame_is(tmp_path):
+    table = coded("int64")
+    table["part"] = table["age"] / 7
+    table.to_csv(tmp_path / "t.csv", index=False)
+    federation = Federation.from_table(tmp_path / "t.csv", label="y", client="h", leave_out=["part"])
+    assert list(federation.labels) == [0, 1]
+    for column in ("part", "age"):
+        with pytest.raises(DataError, match="must be classes"):
+            Federation.from_table(tmp_path / "t.csv", label=column, client="h")
+    columns = Federation.from_table(table.to_dict("list"), label="y", client="h", leave_out="part")
+    assert np.allclose(columns.x, federation.x)
+    with pytest.raises(DataError, match=r"nope.csv must be a CSV file. It is not there"):
+        Federation.from_table(tmp_path / "nope.csv", label="y", client="h")
+
+
+@pytest.mark.parametrize(
+    ("cells", "wrong"),
+    [
+        (lambda i: f"{i % 40}%", "'u' must be numbers. '0%' .* have other signs"),
+        (lambda i: f"${i % 40}", "have other signs in them"),
+        (lambda i: f"1\u202f{i % 30:03d}", "have other signs in them"),
+        (lambda i: "1,5" if i % 2 else "0.143", "one decimal sign"),
+        (lambda i: "1,000" if i % 2 else "990", "one decimal sign. '1,000' can be read in two ways"),
+    ],
+)
+def test_numbers_that_can_be_read_in_two_ways_are_refused(cells, wrong, tmp_path):
+    with pytest.raises(DataError, match=wrong):
+        csv_federation(tmp_path, rows_of(40, cells, ";"))
+
+
+def test_the_decimal_sign_of_training_is_that_of_new_rows(tmp_path):
+    text = rows_of(40, lambda i: f"1.{i:03d},5", ";").replace("v;y", "v;y")
+    (tmp_path / "t.csv").write_text(text.replace(";0;", ";0;"))
+    federation = Federation.from_table(tmp_path / "t.csv", label="y", client="v", standardise=False)
+    run = fedmix.train(federation=federation, out=tmp_path / "run", **QUICK)
+    (tmp_path / "new.csv").write_text("u\n1.500\n2.000\n")
+    assert run._encoding.inputs(tmp_path / "new.csv").flatten().tolist() == [1500.0, 2000.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [
+        (lambda: Federation.from_clients({"a": (X, Y)}, test=10), "shares from 0 to 1"),
+        (lambda: Federation.from_clients({"a": (X, Y)}, validation=0.5, test=0.5), "shares from 0 to 1"),
+        (lambda: Federation.from_clients({"a": (X, Y)}, standardise=True), "standardise is about columns"),
+        (lambda: Federation.from_table(coded("int64"), label="y", client="h", words=["cod"]), "column 'cod'"),
+        (lambda: Federation.from_clients({"a": (X, ["a", float("nan")] * 20)}), "20 are missing"),
+        (lambda: Federation.from_clients({"a": (RNG.integers(0, 900, (40, 8, 8)), Y)}), "from 0 to 255. Got"),
+        (lambda: Federation.from_clients({"a": (np.ma.masked_less(X, 0), Y)}), "no masked values"),
+        (lambda: Federation.from_clients({"a": (torch.eye(40).to_sparse(), Y)}), "a dense tensor"),
+        (
+            lambda: Federation.from_clients(
+                {"a": (np.zeros((40, 8, 8), np.uint8), Y), "b": (np.zeros((40, 8, 8), np.float32), Y)}
+            ),
+            "Some have bytes",
+        ),
+        (lambda: Federation.from_table(pd.DataFrame([[1, 2, 0]] * 9, columns=["a", "a", "y"]), label="y", client="a"), "twice"),
+    ],
+)  # fmt: skip
+def test_what_would_be_silently_wrong_is_refused(make, wrong):
+    with pytest.raises(DataError, match=wrong):
+        make()
+
+
+def test_bytes_in_other_types_are_images_and_large_numbers_are_names():
+    images = RNG.integers(0, 256, size=(40, 8, 8))
+    as_bytes, as_ints = (Federation.from_clients({"a": (images.astype(kind), Y)}) for kind in ("uint8", "int64"))
+    assert torch.equal(as_bytes.inputs(torch.arange(3)), as_ints.inputs(torch.arange(3)))
+    assert Federation.from_clients({"a": (X, Y * 90_000)}).labels == [0, 90_000]
+    assert Federation.from_clients({"a": (torch.tensor(X, requires_grad=True).bfloat16(), Y)}).x.dtype == torch.float32
+
+
+def test_unlabelled_points_of_hugging_face_are_refused():
+    from datasets import ClassLabel, Features, Value
+    from datasets import Dataset as HuggingFace
+
+    kinds = Features({"a": Value("float32"), "b": Value("float32"), "label": ClassLabel(names=["no", "yes"])})
+    rows = {"a": X[:, 0], "b": X[:, 1], "label": [-1] * 5 + Y[5:].tolist()}
+    data = HuggingFace.from_dict(rows, features=kinds)
+    with pytest.raises(DataError, match="5 are missing, or -1"):
+        Federation.from_clients([data])
+    federation = Federation.from_clients([data.select(range(5, 40))], label="label", leave_out=["a"])
+    assert federation.x.shape == (35,)
+
+
+def test_another_federation_is_no_data_to_fine_tune_on(tmp_path):
+    run = fedmix.train(federation=Federation.from_clients({"a": (X, Y)}), out=tmp_path / "run", **QUICK)
+    with pytest.raises(DataError, match="must be the run's own"):
+        run.client("a").fine_tune(Federation.from_clients({"a": (X, 1 - Y)}))
+    with pytest.raises(FedmixError, match="epochs must be a whole number"):
+        run.client("a").fine_tune((X, Y), epochs=0)
+    with pytest.raises(DataError, match="must have labelled points"):
+        run.new_client((X[:0], Y[:0]))
+
+
+def test_compare_and_sweep_take_own_data(tmp_path):
+    federation = Federation.from_clients({"a": (X, Y), "b": (X, Y)})
+    found = fedmix.compare(None, ["fedmix", "fedavg"], federation=federation, out=tmp_path / "c", seeds=[0, 1], **QUICK)
+    assert [row["algorithm"] for row in found["rows"]] == ["fedmix", "fedavg"]
+    swept = fedmix.sweep(
+        None, {"training.client_lr": np.array([0.01, 0.3])}, federation=federation, out=tmp_path / "s", algorithm="fedavg",
+        engine="serial", rounds=2,
+    )  # fmt: skip
+    assert len(swept["rows"]) == 2
+    with pytest.raises(FedmixError, match="seeds must name each one once"):
+        fedmix.compare(None, ["fedavg"], federation=federation, out=tmp_path / "d", seeds=[0, 0])
+    with pytest.raises(FedmixError, match="a list of values to compare"):
+        fedmix.sweep(None, {"training.client_lr": 0.1}, federation=federation, out=tmp_path / "d")

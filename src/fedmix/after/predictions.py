@@ -9,7 +9,6 @@ import numpy.typing as npt
 from fedmix.after.trained import Predictor, TrainedRun
 from fedmix.data.formats import npz_arrays
 from fedmix.data.labels import text_of
-from fedmix.data.tables import read_csv
 from fedmix.errors import DataError
 
 
@@ -42,7 +41,9 @@ def _read(run: TrainedRun, file: Path, x: str, y: str) -> tuple[Any, npt.NDArray
         if x not in arrays:
             raise DataError(f"{file} must hold an array {x!r}. It has none.")
         return arrays[x], arrays.get(y)
-    cells = read_csv(file)
+    cells = run.read_csv(file)
     label = run.label_column or y
     truth = np.array(cells.columns[label]) if label in cells.columns else None
+    if truth is not None and "" in truth:
+        truth = None  # what is to be predicted is not known yet
     return cells, truth

@@ -13,10 +13,10 @@ from torch import Tensor
 from fedmix.core.inputs import Input
 from fedmix.core.types import Examples
 from fedmix.data import clients as own
-from fedmix.data.arrays import as_array, channels_first, pack
+from fedmix.data.arrays import as_array, channels_first, pack, plain_inputs
 from fedmix.data.federation import Federation, client_number, normalised
 from fedmix.data.formats import npz_arrays
-from fedmix.data.labels import given_back, text_of
+from fedmix.data.labels import given_back, is_missing, text_of
 from fedmix.data.tables import Cells, Roles, as_columns, encode_rows, read_csv
 from fedmix.errors import DataError
 
@@ -52,14 +52,17 @@ class Encoding:
 
     def _from_array(self, values: Array) -> Tensor:
         shape: list[int] = self._about["input"]
+        if values.dtype.kind in "iu" and self._about["mean"]:
+            values = plain_inputs(values, "inputs")  # bytes, in whatever type they come
         bytes_of_images = values.dtype == np.uint8 and bool(self._about["mean"])
         if bytes_of_images and values.ndim in (3, 4) and list(values.shape[1:]) != shape:
             values = channels_first(values)
         if list(values.shape[1:]) != shape:
             hint = "; for a single input give x[None]" if list(values.shape) == shape else ""
             raise DataError(f"inputs must be [N, {', '.join(map(str, shape))}]. Got {list(values.shape)}{hint}.")
-        if not np.isfinite(values).all():
-            raise DataError("inputs must be finite. They hold NaN or infinity.")
+        with np.errstate(over="ignore"):
+            if not np.isfinite(values.astype(np.float32)).all():
+                raise DataError("inputs must be finite. They hold NaN, infinity, or numbers too large for float32.")
         x = torch.from_numpy(np.ascontiguousarray(values))
         if bytes_of_images:
             return normalised(x, self._about["mean"], self._about["std"])
@@ -75,7 +78,12 @@ class Encoding:
             return self.inputs(arrays["x"])
         if not self._features:
             raise DataError("a CSV needs a run that was trained on a table. This one was not; give arrays.")
-        return self.inputs(read_csv(path))
+        return self.inputs(self.read_csv(path))
+
+    def read_csv(self, path: Path) -> Cells:
+        """A CSV with the separator and decimal sign of training, where these were given or found out there."""
+        roles = self._about.get("roles") or {}
+        return read_csv(path, roles.get("separator", ""), roles.get("decimal", ""))
 
     # -- labels --------------------------------------------------------------------------------------------------------
 
@@ -87,6 +95,8 @@ class Encoding:
         """Labels as numbers of classes [N]; a label that training did not know is refused."""
         position = {text_of(label): i for i, label in enumerate(self.classes)}
         listed = values.tolist() if hasattr(values, "tolist") else list(values)
+        if any(map(is_missing, listed)):
+            raise DataError(f"labels must be there for every row. {sum(map(is_missing, listed))} are missing.")
         texts = [text_of(value) for value in listed]
         strange = next((text for text in texts if text not in position), None)
         if strange is not None:
@@ -102,17 +112,27 @@ class Encoding:
         """
         if isinstance(data, Federation):
             return self._examples_of_federation(data, client)
+        if isinstance(data, Mapping) and not {"x", "y"} <= set(data) and "test" in data and "train" not in data:
+            raise DataError("the client's training points are needed. Got others: " + ", ".join(map(str, data)) + ".")
         roles = self._about.get("roles") or {}
         column = label or roles.get("label", "")
         side = self._about["side"]
         side_column = roles.get("side", "") if side in ("column", "vector") else ""
         wanted = own.Wanted(side in ("column", "vector"), Roles(column, "", side_column) if column else None)
+        if isinstance(data, (str, os.PathLike)):
+            data = self.read_csv(Path(data))
         read = own.read_clients({"the client": _as_table(data, bool(self._features))}, wanted)[0]
+        if not read.size:
+            raise DataError("the client must have labelled points. It has none.")
         blocks = list(read.blocks.values())[:1]
         y = self.labels(np.concatenate([_array(block.y) for block in blocks]))
         return Examples(self.inputs(blocks[0].x), y, self._side(side, y, blocks[0].c, client))
 
     def _examples_of_federation(self, federation: Federation, client: int | None) -> Examples:
+        if client is not None and federation.digest() != self._about["digest"]:
+            raise DataError(
+                "a Federation must be the run's own. This one has other data; give the client's points, (x, y)."
+            )
         if client is None:
             raise DataError("new_client must be given the new client's own data, not a federation.")
         return federation.examples(client_number(federation.names, self.names[client]), "train")
@@ -155,8 +175,6 @@ def _cells(rows: Any) -> Cells:
 
 
 def _as_table(data: Any, of_table: bool) -> Any:
-    """A client's data; the path of a CSV, a dict of columns or a list of dicts is a table where the run has one."""
-    if isinstance(data, (str, os.PathLike)):
-        return read_csv(Path(data))
+    """A client's data; a dict of columns or a list of dicts is a table where the run has one."""
     plain = isinstance(data, Mapping) and {"x", "y"} <= set(data)
     return _cells(data) if of_table and _is_table(data) and not plain and not hasattr(data, "iloc") else data

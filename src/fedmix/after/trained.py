@@ -23,6 +23,7 @@ from fedmix.core.score import confusion, score
 from fedmix.core.tree import Params
 from fedmix.core.types import Message
 from fedmix.data.federation import client_number
+from fedmix.data.tables import Cells
 from fedmix.engines.client import from_shared, in_chunks, one_thread, predict
 from fedmix.errors import DataError, RunError, SettingError, one_of
 from fedmix.methods.page import Page
@@ -198,6 +199,10 @@ class TrainedRun(Predictor):
         """Which column of a table is the label, where the run was trained on one."""
         return str(self._roles.get("label", ""))
 
+    def read_csv(self, path: Path) -> Cells:
+        """A CSV file, read as the one of training was."""
+        return self._encoding.read_csv(path)
+
     def numbers_of(self, labels: Any) -> Tensor:
         """Labels as numbers of classes; one that training did not know is refused."""
         return self._encoding.labels(labels)
@@ -330,6 +335,8 @@ class TrainedClient(Predictor):
         run = self._run
         if data is None and self._examples is None:
             raise DataError("fine_tune needs the client's labelled points: fine_tune((x, y)), or the run's Federation.")
+        if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
+            raise SettingError(f"epochs must be a whole number of 1 or more. Got {epochs!r}.")
         examples = self._examples if data is None else run._encoding.examples(data, self._number, label)
         rng = stream(run.recipe.seed, "round", run.round, "client", self._number or 0).child("finetune")
         passes = epochs or run.recipe.evaluation.finetune_epochs
@@ -357,6 +364,8 @@ class TrainedClient(Predictor):
             import onnxscript  # noqa: F401
         except ImportError as error:
             raise RunError("ONNX needs onnxscript; install it with: pip install 'fedmix[onnx]'.") from error
+        if not Path(path).resolve().parent.is_dir():
+            raise RunError(f"{Path(path).parent} must be a folder to write {Path(path).name} into. It is not there.")
         module: nn.Module = self.module()
         args, by_name = self._run._model.arguments(self._an_input())
         batch = torch.export.Dim("batch", min=2)

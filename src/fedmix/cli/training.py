@@ -69,7 +69,7 @@ def compare(args: Any) -> int:
     methods = names_in(args.algorithms)
     if not methods:
         raise SettingError(f"--algorithms must name methods: {METHOD_HELP}. Got {args.algorithms!r} instead.")
-    points = comparison_points(args.recipe, methods, _seeds(args), changes(args), args.scale)
+    points = comparison_points(_reader(args), methods, _seeds(args), changes(args))
     out = Path(args.out or f"runs/compare-{points[0].recipe.name}")
     try:
         comparison = compare_points(points, out, _trainer(args))
@@ -93,6 +93,13 @@ def _show_comparison(comparison: Any, points: Sequence[Any], out: Path) -> None:
     print(f"results: {out}")
 
 
+def _reader(args: Any) -> Any:
+    """A function that reads the recipe of a command with a method and changes."""
+    from fedmix.settings.reading import read_recipe
+
+    return lambda method, changed: read_recipe(args.recipe, method, changed, args.scale)
+
+
 def _show_gates(folders: list[Path]) -> None:
     """Show which client uses which expert, in each run that has experts."""
     from fedmix.report.tables import gates_of
@@ -114,7 +121,7 @@ def sweep(args: Any) -> int:
     rounds = {} if args.rounds is None else {"rounds": args.rounds}
     seeds = _seeds(args)
     by = chosen_kind(args.by)
-    points = sweep_points(args.recipe, parse_grid(args.set), seeds, rounds, args.algorithm, args.scale)
+    points = sweep_points(_reader(args), parse_grid(args.set), seeds, rounds, args.algorithm)
     names = "-".join(key.split(".")[-1] for key in points[0].settings)
     out = Path(args.out or f"runs/sweep-{points[0].recipe.name}-{names}")
     tell = say_unless(args.quiet)

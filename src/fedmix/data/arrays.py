@@ -15,13 +15,23 @@ from fedmix.errors import DataError
 
 Array = npt.NDArray[Any]
 CHANNELS = 4  # an image has at most red, green, blue and alpha
+SMALLEST_IMAGE = 4  # whole numbers [N, H, W] are an image from so many pixels on
 EXACT = 2**53  # float64 holds whole numbers up to this one
 
 
 def as_array(values: Any, what: str) -> Array:
     """An array of numbers from whatever holds them."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        if values.layout != torch.strided:
+            raise DataError(f"{what} must be a dense tensor. Got {values.layout}; x.to_dense() makes one.")
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    if hasattr(values, "iloc"):  # pandas, which has types that NumPy knows not
+        values = values.to_numpy().tolist()
+    if hasattr(values, "todense"):
+        raise DataError(f"{what} must be dense. Got {type(values).__name__}; x.toarray() makes an array.")
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise DataError(f"{what} must have no masked values. Fill them, as in x.filled(0).")
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -44,6 +54,8 @@ def plain_inputs(x: Array, what: str) -> Array:
     """Prepare inputs: images stay bytes, whole numbers stay whole numbers, everything else becomes float32."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return np.ascontiguousarray(channels_first(x))
+    if x.dtype.kind in "iu" and x.ndim in (3, 4) and min(x.shape[1:3]) >= SMALLEST_IMAGE:
+        return _bytes_of(x, what)
     if x.dtype.kind in "iu":
         return np.ascontiguousarray(x.astype(np.int64))
     with np.errstate(over="ignore"):
@@ -51,6 +63,16 @@ def plain_inputs(x: Array, what: str) -> Array:
     if not np.isfinite(numbers).all():
         raise DataError(f"{what}: inputs must be finite. They hold NaN, infinity, or numbers too large for float32.")
     return np.ascontiguousarray(numbers)
+
+
+def _bytes_of(x: Array, what: str) -> Array:
+    """Images in whole numbers of another type than bytes."""
+    if x.size and (x.min() < 0 or x.max() > 255):
+        raise DataError(
+            f"{what}: images in whole numbers must be from 0 to 255. Got {x.min()} to {x.max()}; divide them by their largest "
+            "value, so that they are floats from 0 to 1."
+        )
+    return np.ascontiguousarray(channels_first(x.astype(np.uint8)))
 
 
 def channels_first(x: Array) -> Array:

@@ -64,6 +64,7 @@ class Wanted:
 
     side: bool
     roles: tables.Roles | None
+    gaps: Sequence[str] = ()  # cells of tables that mean a gap, beside the usual ones
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,8 @@ def _block(name: str, data: Any, wanted: Wanted) -> Block:
 
 
 def _refuse_not_finite(name: str, x: Any) -> None:
-    values = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
-    if isinstance(values, list) and not is_ragged(values):
-        values = as_array(values, f"client {name}: x")
+    of_numbers = isinstance(x, Tensor) or hasattr(x, "iloc") or (isinstance(x, list) and not is_ragged(x))
+    values = as_array(x, f"client {name}: x") if of_numbers else x
     if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not np.isfinite(values).all():
         raise DataError(f"client {name}: x must be finite. It holds NaN or infinity.")
 
@@ -196,8 +196,10 @@ def _from_frame(name: str, data: Any, wanted: Wanted) -> Block:
     cells.require(roles.label)
 
     def column(of: str) -> Any:
-        tables.column_of(cells, of)  # refuses gaps
-        return np.array(cells.columns[of]) if isinstance(data, tables.Cells) else np.asarray(data[of].tolist())
+        tables.column_of(cells, of, wanted.gaps)  # refuses gaps
+        if isinstance(data, tables.Cells):
+            return tables.kinds_of(cells, of, wanted.gaps)
+        return np.asarray(data.iloc[:, list(cells.columns).index(of)].tolist())
 
     side: Any = None
     if isinstance(roles.side, list):
@@ -220,12 +222,20 @@ def _from_hugging_face(name: str, data: Any, wanted: Wanted) -> Block:
             f"client {name} must have a column {label!r}. It has {', '.join(names)}; label='...' names another."
         )
     chosen = wanted.roles.features if wanted.roles else ()
-    inputs = list(chosen) or [column for column in names if column != label]
+    left_out = wanted.roles.leave_out if wanted.roles else ()
+    for column in (*chosen, *left_out):
+        if column not in names:
+            raise DataError(f"client {name} must have a column {column!r}. It has {', '.join(names)}.")
+    inputs = list(chosen) or [column for column in names if column != label and column not in left_out]
     values = {column: data[column][:] for column in inputs}
     x = next(iter(values.values())) if len(values) == 1 else values
     feature = data.features[label]
     classes = getattr(feature, "names", None)
-    y = np.asarray(data[label][:])
+    given = list(data[label][:])
+    unlabelled = sum(labels.is_missing(value) or (bool(classes) and value < 0) for value in given)
+    if unlabelled:
+        raise DataError(f"client {name}: labels must be there for every point. {unlabelled} are missing, or -1.")
+    y = np.asarray(given)
     return Block(x, np.array(classes)[y] if classes else y)
 
 
@@ -233,19 +243,46 @@ def _from_dataset(name: str, data: Any) -> Block:
     """A torch Dataset of pairs (x, y)."""
     pairs = []
     for i in range(len(data)):
-        item = data[i]
+        try:
+            item = data[i]
+        except NotImplementedError:
+            raise DataError(
+                f"client {name}: a Dataset must give its items by number. This one cannot; make a list."
+            ) from None
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(f"client {name}: a Dataset must give pairs (x, y). Item {i} is {type(item).__name__}.")
         pairs.append(item)
     if not pairs:
         return Block([], [])
     x, y = zip(*pairs, strict=True)
-    labels = [value.item() if hasattr(value, "item") else value for value in y]
+    if any(getattr(value, "ndim", 0) for value in y):
+        raise DataError(
+            f"client {name}: y must be one label of each point. Got an array; a one-hot label is y.argmax()."
+        )
+    labels_of_points = [value.item() if hasattr(value, "item") else value for value in y]
     if isinstance(x[0], Mapping):
-        return Block({key: [row[key] for row in x] for key in x[0]}, labels)
-    rows = [np.asarray(row) for row in x]
+        return Block({key: [row[key] for row in x] for key in x[0]}, labels_of_points)
+    if isinstance(x[0], (tuple, list)):
+        raise DataError(f"client {name}: several inputs must be a dict by name. Got a {type(x[0]).__name__}.")
+    rows = [row.detach().cpu().numpy() if isinstance(row, Tensor) else np.asarray(row) for row in x]
     same_shape = len({row.shape for row in rows}) == 1
-    return Block(np.stack(rows) if same_shape else rows, labels)
+    if not same_shape and rows[0].dtype == np.uint8 and rows[0].ndim >= 2:
+        raise DataError(f"client {name}: images must have one size. Got {rows[0].shape} and others; scale them first.")
+    return Block(np.stack(rows) if same_shape else rows, labels_of_points)
+
+
+def as_table(data: Any) -> Any:
+    """A table: a DataFrame as it is, a dict of columns or a list of dicts as cells."""
+    return data if _is_frame(data) else tables.as_columns(data)
+
+
+def refuse_options_without_tables(clients: Sequence[ClientData], options: Mapping[str, Any]) -> None:
+    """Refuse what is said about columns where no client has any."""
+    has_table = any(isinstance(block.x, tables.Cells) for block in blocks_of(clients))
+    if options and not has_table:
+        raise DataError(
+            f"{min(options)} is about columns of a table. No client has one; leave it out, or give DataFrames."
+        )
 
 
 # -- small clients -----------------------------------------------------------------------------------------------------
@@ -306,6 +343,7 @@ def _joined_inputs(inputs: Sequence[Any]) -> Any:
 
 def joined(arrays: Sequence[Any], what: str) -> Array:
     """Arrays of several clients below each other."""
+    arrays = [_from_pandas(values) for values in arrays]
     plain = [values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values) for values in arrays]
     kinds = {"text" if values.dtype.kind in "US" else "numbers" for values in plain if values.size}
     if len(kinds) > 1:
@@ -347,7 +385,12 @@ def prepare_inputs(
     rows = [row for x in blocks for row in x] if any(map(is_ragged, blocks)) or _differ_in_length(blocks) else None
     if rows is not None:
         return _several_inputs({"": rows}, train)
-    return _one_input(joined([as_array(x, "x") for x in blocks], "x"), train)
+    arrays = [as_array(x, "x") for x in blocks]
+    if len({array.dtype == np.uint8 for array in arrays if array.size}) > 1:
+        raise DataError(
+            "x must be of one kind on every client. Some have bytes, which are normalised, others have not."
+        )
+    return _one_input(joined(arrays, "x"), train)
 
 
 def _form(x: Any) -> str:
@@ -390,6 +433,13 @@ def _table_inputs(cells: tables.Cells, train: Array, options: Mapping[str, Any],
     table = tables.take_apart(cells, names, **options)
     rules = tables.make_rules(table, train)
     return Inputs(torch.from_numpy(tables.encode(table, rules)), features=rules)
+
+
+def _from_pandas(values: Any) -> Any:
+    """A Series or DataFrame of numbers as an array, whatever types of its own pandas keeps it in."""
+    if not hasattr(values, "iloc"):
+        return values
+    return np.array(values.to_numpy().tolist())
 
 
 def by_column(table: Any, client: str) -> dict[str, Any]:

@@ -163,8 +163,11 @@ class Federation:
         ("merge"). A kept client with too few points to divide trains on all of them.
         table_options: for DataFrames, as for a CSV: features, leave_out, words, missing, missing_values, standardise.
         """
+        _check_shares(validation, test)
         roles = _roles(label, side_column, table_options)
-        data = own.read_clients(clients, own.Wanted(side in ("column", "vector"), roles))
+        gaps = table_options.get("missing_values", ())
+        data = own.read_clients(clients, own.Wanted(side in ("column", "vector"), roles, gaps))
+        own.refuse_options_without_tables(data, table_options)
         known = own.sort_out(data, min_size, small)
         blocks = list(own.blocks_of(known.clients))
         parts = _parts_of_clients(known.clients, validation, test, seed)
@@ -208,10 +211,14 @@ class Federation:
         """
         if isinstance(table, (str, os.PathLike)):
             table = read_csv(Path(table), options.pop("separator", ""), options.pop("decimal", ""))
-        leave_out = [*options.pop("leave_out", []), client]
+            decimal = {"decimal": "," if table.comma else "."}
+        else:
+            table, decimal = own.as_table(table), {}
+        client = str(client)
+        leave_out = [*_named(options.pop("leave_out", [])), client]
         rows = own.by_column(table, client)
         federation = Federation.from_clients(rows, label=label, leave_out=leave_out, **options)
-        return replace(federation, roles={**federation.roles, "client": client})
+        return replace(federation, roles={**federation.roles, "client": client, **decimal})
 
     def __repr__(self) -> str:
         points = sum(self.size(s, part) for s in range(len(self)) for part in PARTS)
@@ -220,15 +227,31 @@ class Federation:
         return f"Federation({len(self)} clients ({few}), {points:,} points of {shape}, {self.classes} classes)"
 
 
+def _check_shares(validation: float, test: float) -> None:
+    if not (0 <= validation < 1 and 0 <= test < 1 and validation + test < 1):
+        raise DataError(
+            f"validation and test must be shares from 0 to 1 that leave something to train on. Got {validation} and {test}."
+        )
+
+
+def _named(names: Any) -> tuple[str, ...]:
+    """Names of columns; a single one may be given as it is."""
+    return (names,) if isinstance(names, str) else tuple(map(str, names))
+
+
 def _roles(label: str, side_column: str | list[str], options: dict[str, Any]) -> Roles | None:
     """Which columns of a table are what; the options of tables that are left say how columns become numbers."""
     unknown = sorted(set(options) - TABLE_OPTIONS)
     if unknown:
         raise DataError(one_of("an argument of from_clients", unknown[0], [*TABLE_OPTIONS, *FROM_CLIENTS]))
     features, leave_out = options.pop("features", ()), options.pop("leave_out", ())
-    if not label:
+    for name in ("words", "missing_values"):
+        if name in options:
+            options[name] = _named(options[name])
+    if label == "":
         return None
-    return Roles(label, "", side_column, tuple(features), tuple(leave_out))
+    side = [str(name) for name in side_column] if isinstance(side_column, list) else str(side_column)
+    return Roles(str(label), "", side, _named(features), _named(leave_out))
 
 
 def _parts_of_clients(
@@ -271,11 +294,11 @@ def _by_channel(values: Sequence[float], x: Tensor) -> Tensor:
 
 
 def client_number(names: Sequence[str], client: int | str) -> int:
-    """Return the number of a client that is given by its number or name."""
-    if isinstance(client, int) and 0 <= client < len(names):
-        return client
+    """Return the number of a client that is given by its name or, where no client is called so, by its number."""
     if str(client) in names:
         return list(names).index(str(client))
+    if isinstance(client, (int, np.integer)) and 0 <= client < len(names):
+        return int(client)
     raise DataError(f"a client must be one of {len(names)} ({', '.join(names[:5])}, ...). Got {client!r} instead.")
 
 

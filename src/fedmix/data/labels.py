@@ -67,6 +67,13 @@ def given_back(names: Sequence[Label], index: Array) -> Array:
     return labels
 
 
+def is_missing(value: Any) -> bool:
+    """Whether this stands for nothing: None, NaN, or what pandas has in its place."""
+    if value is None or str(value) in ("<NA>", "NaT"):  # pandas' NA cannot be compared
+        return True
+    return isinstance(value, (float, np.floating)) and bool(value != value)
+
+
 def text_of(label: Label) -> str:
     """A label in words: 1.0, as some programs save whole numbers, is the label 1."""
     if isinstance(label, float) and label == int(label):
@@ -93,6 +100,12 @@ def refuse_measurements(array: Array, what: str) -> None:
 
 def _plain(values: Any, what: str) -> Array:
     """An array [N] of words, truth values or numbers."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    if hasattr(values, "array") and hasattr(values, "index"):  # a pandas Series, whose own types NumPy knows not
+        values = values.tolist()
+    if isinstance(values, (list, tuple)) and any(map(is_missing, values)):
+        raise DataError(f"{what} must be there for every point. {sum(map(is_missing, values))} are missing.")
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -112,7 +125,7 @@ def _plain(values: Any, what: str) -> Array:
 
 def _of_objects(array: Array, what: str) -> Array:
     """What pandas gives for words: objects, all of one kind."""
-    missing = sum(value is None or value != value for value in array.ravel())
+    missing = sum(map(is_missing, array.ravel()))
     if missing:
         raise DataError(f"{what} must be there for every point. {missing} are missing.")
     kinds = {type(value).__name__ for value in array.ravel()}
@@ -151,4 +164,5 @@ def _counts_from_zero(array: Array, classes: int | None) -> bool:
         return False
     if classes:
         return bool(array.max() < classes)
-    return bool(array.min() == 0)
+    # Labels 0 and 90,000 are names of two classes; labels 0 to 9 without a 7 are ten.
+    return bool(array.min() == 0 and array.max() < 2 * len(np.unique(array)) + MOST_KINDS)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedmix.data.labels import is_missing, words_as_numbers
 from fedmix.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -25,10 +26,15 @@ SEPARATORS = (",", ";", "\t", "|")
 MISSING = ("", "na", "n/a", "nan", "null", "?")  # cells that hold nothing, whatever a column is
 NO_NUMBER = "none"  # a gap among numbers; among words it may be an answer
 CATEGORIES = 50  # a column with more different words than that is taken for a mistake
+TRUTH = {"true": 1.0, "false": 0.0}  # truth values are numbers, however a program writes them
+LINES_OF_A_CELL = 50  # a cell of more lines has a quotation mark that was never closed
 SLIPS = 0.2  # a column is taken for numbers if at most this share of its cells are none
 SHOWN = 3  # so many cells are shown where some are wrong
 
-THOUSANDS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+(,\d+)?")
+THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?")
+DECIMAL_POINT = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?")
+GROUPED = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
+SIGNED = re.compile(r"[-+\u2212$\u20ac\u00a3\u00a5]*\s*\d[\d\s.,'\u202f\u00a0]*\s*[%\u2030\u20ac$]?")
 DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?|[+-]?\d{1,3}(\.\d{3})+,\d+")
 
 
@@ -95,6 +101,7 @@ class Table:
     standardise: bool = True
     rules: Sequence[Rule] = ()
     gap_words: Sequence[str] = ()  # what the user wrote for gaps, beside MISSING
+    fill: bool = False  # whether gaps are filled, here or in new rows
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -132,6 +139,7 @@ class Table:
             "standardise": self.standardise,
             "rules": rules,
             "gap_words": list(self.gap_words),
+            "fill": self.fill,
         }
         return {"numbers": self.numbers, "codes": self.codes, "table": np.array(json.dumps(about))}
 
@@ -146,7 +154,7 @@ class Table:
 def read_csv(path: Path, separator: str = "", decimal: str = "") -> Cells:
     """Read a CSV with a header. separator, decimal: "" finds them out."""
     text = _text(path)
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n")
     if not text.strip():
         raise DataError(f"{path} must be a CSV file in UTF-8 with a header. It is empty.")
     separator = separator or _separator_of(lines)
@@ -156,6 +164,10 @@ def read_csv(path: Path, separator: str = "", decimal: str = "") -> Cells:
     if len(set(header)) != len(header):
         raise DataError(f"{path} must have a name of its own for each column. Its header is {', '.join(header)}.")
     for line, row in numbered_rows:
+        if any(cell.count("\n") > LINES_OF_A_CELL for cell in row):
+            raise DataError(
+                f"{path}, line {line}: a quotation mark must be closed. It holds the lines before this one."
+            )
         if len(row) != len(header):
             raise DataError(f"{path}, line {line} must have {len(header)} values. It has {len(row)}.")
     if not numbered_rows:
@@ -166,6 +178,8 @@ def read_csv(path: Path, separator: str = "", decimal: str = "") -> Cells:
 
 
 def _text(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(f"{path} must be a CSV file. {'It is a folder' if path.is_dir() else 'It is not there'}.")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -179,13 +193,21 @@ def _separator_of(lines: Sequence[str]) -> str:
     some = [line for line in lines[:50] if line.strip()]
     best, most = ",", 1
     for separator in SEPARATORS:
-        counts = {len(row) for row in csv.reader(some, delimiter=separator)}
+        counts = _columns_by(some, separator)
         if len(counts) == 1 and max(counts) > most:
             best, most = separator, max(counts)
     if most > 1:
         return best
     # Lines that differ are refused later, by number; the header tells what was meant.
     return max(SEPARATORS, key=some[0].count)
+
+
+def _columns_by(lines: Sequence[str], separator: str) -> set[int]:
+    """How many columns lines have with this separator; none where they cannot be read."""
+    try:
+        return {len(row) for row in csv.reader(lines, delimiter=separator)}
+    except csv.Error:
+        return set()
 
 
 def _header_and_rows(path: Path, lines: Sequence[str], separator: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -204,13 +226,28 @@ def _has_decimal_comma(columns: Mapping[str, Sequence[str]], separator: str, dec
         raise DataError(f"data.args.decimal must be '.' or ','. Got {decimal!r}.")
     if decimal or separator == ",":
         return decimal == ","
-    return any(DECIMAL_COMMA.fullmatch(cell) for cells in columns.values() for cell in cells)
+    everything = [cell for cells in columns.values() for cell in cells]
+    with_comma = [cell for cell in everything if DECIMAL_COMMA.fullmatch(cell)]
+    with_point = [cell for cell in everything if DECIMAL_POINT.fullmatch(cell) and not THOUSANDS.fullmatch(cell)]
+    if not with_comma:
+        return False
+    if with_point or all(GROUPED.fullmatch(cell) for cell in with_comma):
+        other = f" and {with_point[0]!r}" if with_point else ""
+        raise DataError(
+            f"a table must have one decimal sign. {with_comma[0]!r}{other} can be read in two ways; say which it is: "
+            "decimal = ',' or decimal = '.' (data.args.decimal)."
+        )
+    return True
 
 
 def as_columns(rows: Any, where: str = "the table") -> Cells:
     """The columns of a DataFrame, of a dict of columns or of a list of dicts, as the text that a CSV would have."""
-    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
-        rows = {str(name): rows[name].tolist() for name in rows.columns}
+    if hasattr(rows, "columns") and hasattr(rows, "iloc"):
+        names = [str(name) for name in rows.columns]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"{where} must have a name of its own for each column. {twice[0]!r} is there twice.")
+        rows = {name: rows.iloc[:, i].tolist() for i, name in enumerate(names)}
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
         names = list(rows[0])
         rows = {name: [row.get(name) for row in rows] for name in names}
@@ -249,12 +286,12 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _as_text(value: Any) -> str:
-    if value is None or value != value:  # NaN and pandas' NaT are not equal to themselves
+    """A value as the cell of a file. A whole number is written in one way, whether it is a float or not."""
+    if is_missing(value):
         return ""
-    if str(value) == "<NA>":
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
+    if isinstance(value, (float, np.floating)):
+        number = float(value)
+        return str(int(number)) if number.is_integer() and abs(number) < 1e15 else str(number)
     return str(value).strip()
 
 
@@ -278,6 +315,8 @@ def take_apart(
     if missing not in ("refuse", "impute"):
         raise DataError(f"data.args.missing must be 'refuse' or 'impute'. Got {missing!r}.")
     known = {rule["column"]: rule for rule in rules}
+    for name in words:
+        cells.require(name)
     numbers, codes, columns = [], [], []
     for name in names:
         cells.require(name)
@@ -294,7 +333,7 @@ def take_apart(
             columns.append({"column": name})
     rows = len(cells.lines)
     taken = _stacked(numbers, rows, np.float64), _stacked(codes, rows, np.int32)
-    return Table(*taken, columns, standardise, rules, list(missing_values))
+    return Table(*taken, columns, standardise, rules, list(missing_values), missing == "impute")
 
 
 def _is_of_words(reader: "_Column", name: str, words: Sequence[str], rule: Rule | None) -> bool:
@@ -318,10 +357,14 @@ class _Column:
 
     def __init__(self, cells: Cells, name: str, more_gaps: Sequence[str] = ()) -> None:
         self._cells, self._name = cells, name
-        gap_words = {*MISSING, *(word.strip().lower() for word in more_gaps)}
+        gap_words = {*MISSING, *(_as_text(word).lower() for word in more_gaps)}
+        gap_numbers = {number_of(_as_text(word), cells.comma) for word in more_gaps} - {None}
         self._values = cells.columns[name]
-        self._gaps = [value.lower() in gap_words for value in self._values]
         self._parsed = [number_of(value, cells.comma) for value in self._values]
+        self._gaps = [
+            value.lower() in gap_words or number in gap_numbers
+            for value, number in zip(self._values, self._parsed, strict=True)
+        ]
         self._no_numbers = [
             i
             for i, value in enumerate(self._parsed)
@@ -338,6 +381,15 @@ class _Column:
             f"{len(rows)} of {len(self._values)} rows; fill it in, leave the column out, or set data.args.missing = 'impute'."
         )
 
+    def refuse_unnamed(self) -> None:
+        rows = [i for i, gap in enumerate(self._gaps) if gap]
+        if rows:
+            shown = repr(self._values[rows[0]]) if self._values[rows[0]] else "empty"
+            raise DataError(
+                f"{self._cells.where}, {self._cells.row(rows[0])}: {self._name!r} must have a value. It is {shown}, as in "
+                f"{len(rows)} of {len(self._values)} rows; fill it in, or leave these rows out."
+            )
+
     def holds_words(self) -> bool:
         """Whether this is a column of words. Numbers with a few slips among them are neither, and refused."""
         there = len(self._values) - sum(self._gaps)
@@ -345,11 +397,21 @@ class _Column:
         if not wrong:
             return False
         if wrong > SLIPS * there:
+            self._refuse_numbers_with_signs()
             return True
         raise DataError(
             f"{self._cells.where}: {self._name!r} must be numbers. {self._shown(self._no_numbers)} are not; correct them, name "
             f"them as gaps (data.args.missing_values), or name the column in data.args.words."
         )
+
+    def _refuse_numbers_with_signs(self) -> None:
+        """Refuse 12%, $5 or 1 000: as words each of them would be a kind of its own."""
+        signed = [i for i in self._no_numbers if SIGNED.fullmatch(self._values[i])]
+        if len(signed) > (1 - SLIPS) * len(self._no_numbers):
+            raise DataError(
+                f"{self._cells.where}: {self._name!r} must be numbers. {self._shown(signed)} have other signs in them; take "
+                "these off, or name the column in data.args.words."
+            )
 
     def _shown(self, rows: Sequence[int]) -> str:
         some = [f"{self._values[i]!r} ({self._cells.row(i)})" for i in rows[:SHOWN]]
@@ -393,6 +455,8 @@ def number_of(cell: str, comma: bool) -> float | None:
         elif "." in cell:
             return None
         cell = cell.replace(",", ".")
+    if cell.lower() in TRUTH:
+        return TRUTH[cell.lower()]
     if "_" in cell or cell.lower() in ("nan", "+nan", "-nan"):
         return None
     try:
@@ -404,8 +468,20 @@ def number_of(cell: str, comma: bool) -> float | None:
 def column_of(cells: Cells, name: str, missing_values: Sequence[str] = ()) -> Array:
     """A column that names something for each row (label, client, side information): text without gaps."""
     cells.require(name)
-    _Column(cells, name, missing_values).refuse_gaps()
+    _Column(cells, name, missing_values).refuse_unnamed()
     return np.array(cells.columns[name])
+
+
+def kinds_of(cells: Cells, name: str, missing_values: Sequence[str] = ()) -> Array:
+    """A column of classes or categories: floats where some are fractions, so that a measurement is known as one."""
+    column = column_of(cells, name, missing_values)
+    values = [number_of(cell, cells.comma) for cell in column.tolist()]
+    if any(value is None for value in values) or {cell.lower() for cell in column.tolist()} <= set(TRUTH):
+        return column
+    numbers = np.array(values, dtype=np.float64)
+    # 1.0 is the number 1, as some programs write it; 01 is a name.
+    with_decimals = any("." in cell or "," in cell for cell in column.tolist())
+    return numbers if with_decimals else words_as_numbers(column)
 
 
 def number_columns(cells: Cells, names: Sequence[str]) -> Array:
@@ -425,7 +501,7 @@ def number_columns(cells: Cells, names: Sequence[str]) -> Array:
 
 
 def checked_rule(rule: Any) -> dict[str, Any]:
-    keys = set(rule) - {"missing", "gaps"} if isinstance(rule, Mapping) else set()
+    keys = set(rule) - {"missing", "gaps", "indicator"} if isinstance(rule, Mapping) else set()
     if keys != {"column", "words"} and keys != {"column", "mean", "std"}:
         raise DataError(
             f"data.args.columns must be {{column, mean, std}} for numbers, {{column, words}} for words, with missing where "
@@ -436,28 +512,36 @@ def checked_rule(rule: Any) -> dict[str, Any]:
 
 def width_of(rule: Rule) -> int:
     """How many inputs a column becomes: one, or one for each word; and one more that tells gaps where they are filled."""
-    return len(rule.get("words", [0])) + ("missing" in rule)
+    return len(rule.get("words", [0])) + tells_gaps(rule)
+
+
+def tells_gaps(rule: Rule) -> bool:
+    """Whether one more input tells where the column has gaps: where it had some in training."""
+    return bool(rule.get("indicator", "missing" in rule))
 
 
 def make_rules(table: Table, train: Array) -> list[dict[str, Any]]:
-    """How each column becomes inputs, from its training rows alone. A column with gaps anywhere gets a way to fill them."""
+    """How each column becomes inputs, from its training rows alone. Where gaps are filled, so are those of new rows."""
     if table.rules:
         return [dict(rule) for rule in table.rules]
     values = table.by_name()
-    rules = [_rule_for(column, values[column["column"]], train, table.standardise) for column in table.columns]
+    rules = [
+        _rule_for(column, values[column["column"]], train, table.standardise, table.fill) for column in table.columns
+    ]
     if not table.gap_words:
         return rules
     return [rule | {"gaps": list(table.gap_words)} if "missing" in rule else rule for rule in rules]
 
 
-def _rule_for(column: Mapping[str, Any], values: Array, train: Array, standardise: bool) -> dict[str, Any]:
+def _rule_for(column: Mapping[str, Any], values: Array, train: Array, standardise: bool, fill: bool) -> dict[str, Any]:
+    had_gaps = bool(_is_gap(values).any())
     name, rule = column["column"], dict(column)
     there = values[train][~_is_gap(values[train])]
     if not len(there):
         raise DataError(f"{name!r} must have a value in some training row. It has none; leave the column out.")
     if "words" in column:
-        if _is_gap(values).any():
-            rule["missing"] = column["words"][int(np.bincount(there).argmax())]
+        if fill:
+            rule |= {"missing": column["words"][int(np.bincount(there).argmax())], "indicator": had_gaps}
         return rule
     rule |= {"mean": 0.0, "std": 1.0}
     if standardise:
@@ -467,8 +551,8 @@ def _rule_for(column: Mapping[str, Any], values: Array, train: Array, standardis
             raise DataError(f"{name!r} must be numbers of ordinary size. They are too large.")
         # A column that never changes has no deviation to divide by.
         rule |= {"mean": mean, "std": spread or 1.0}
-    if _is_gap(values).any():
-        rule["missing"] = float(np.median(there))
+    if fill:
+        rule |= {"missing": float(np.median(there)), "indicator": had_gaps}
     return rule
 
 
@@ -496,7 +580,7 @@ def _inputs_of(rule: Rule, values: Array) -> Array:
             inputs = ((filled - rule["mean"]) / rule["std"])[:, None].astype(np.float32)
         if not np.isfinite(inputs).all():
             raise DataError(f"{rule['column']!r} must be numbers of ordinary size. They are too large.")
-    if "missing" in rule:
+    if tells_gaps(rule):
         inputs = np.concatenate([inputs, gaps[:, None].astype(np.float32)], axis=1)
     return inputs
 

@@ -94,7 +94,8 @@ def table(
         return _table_arrays(path, tables.read_csv(path, separator, decimal), roles, options)
 
     arrays = cached("csv-table", [path], decode, vars(roles), options, separator, decimal)
-    return replace(_source(arrays), roles=_as_dict(roles))
+    reading = {"decimal": str(arrays["decimal"]), "separator": separator}
+    return replace(_source(arrays), roles=_as_dict(roles) | reading)
 
 
 def _as_dict(roles: tables.Roles) -> dict[str, Any]:
@@ -126,24 +127,16 @@ def _table_arrays(path: Path, cells: tables.Cells, roles: tables.Roles, options:
     names = tables.feature_names(cells, roles, options["rules"])
     taken = tables.take_apart(cells, names, **options)
     gaps = options["missing_values"]
-    y = words_as_numbers(_as_numbers(tables.column_of(cells, roles.label, gaps), cells.comma))
+    y = tables.kinds_of(cells, roles.label, gaps)
     client = tables.column_of(cells, roles.client, gaps) if roles.client else None
-    return taken.arrays() | _decoded(path, None, y, client, _side_column(cells, roles, gaps), roles.label)
+    comma = {"decimal": np.array("," if cells.comma else ".")}
+    return taken.arrays() | comma | _decoded(path, None, y, client, _side_column(cells, roles, gaps), roles.label)
 
 
 def _side_column(cells: tables.Cells, roles: tables.Roles, gaps: Sequence[str]) -> Array | None:
     if isinstance(roles.side, list):
         return tables.number_columns(cells, roles.side)
-    return _as_numbers(tables.column_of(cells, roles.side, gaps), cells.comma) if roles.side else None
-
-
-def _as_numbers(cells: Array, comma: bool) -> Array:
-    """Cells as floats where all are numbers and some have decimals, so that a measurement is known as one."""
-    values = [tables.number_of(cell, comma) for cell in cells.tolist()]
-    if any(value is None for value in values):
-        return cells
-    numbers = np.array(values, dtype=np.float64)
-    return numbers if (numbers != np.round(numbers)).any() else cells
+    return tables.kinds_of(cells, roles.side, gaps) if roles.side else None
 
 
 def arrays(name: str, given: Mapping[str, Any]) -> Source:
@@ -263,7 +256,7 @@ def _decoded(
     path: Path, x: Array | None, y: Array, client: Array | None, c: Array | None, label: str = "labels"
 ) -> Arrays:
     """Prepare what the cache keeps: numbers in place of names, channels before rows and columns."""
-    labels = numbered(y, f"{path}: {label}")
+    labels = numbered(words_as_numbers(y), f"{path}: {label}")
     arrays: Arrays = {"y": labels.index, "labels": np.array(json.dumps(labels.names))}
     if x is not None:
         arrays |= _inputs(path, x)

@@ -58,15 +58,14 @@ class Carried:
     def best_round(self) -> int | None:
         return int(self.best["round"]) if self.best else None
 
-    def note_best(self, t: int, accuracy: float | None) -> bool:
-        """Note an evaluation; True: it is the best one so far."""
-        if accuracy is None:
-            return False
-        if not self.best or accuracy > self.best["accuracy"]:
-            self.best = {"round": t, "accuracy": accuracy, "since": 0}
-            return True
-        self.best = {**self.best, "since": self.best["since"] + 1}
-        return False
+    def note_best(self, t: int, value: float | None, lower_is_better: bool = False) -> None:
+        """Note what an evaluation is judged by."""
+        if value is None:
+            return
+        if self.best and not (value < self.best["value"] if lower_is_better else value > self.best["value"]):
+            self.best = {**self.best, "since": self.best["since"] + 1}
+        else:
+            self.best = {"round": t, "value": value, "since": 0}
 
     # -- as a table of a checkpoint ------------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ from typing import Any
 from fedmix.catalogue import CATALOGUE
 from fedmix.errors import ClientError, SettingError
 from fedmix.schema import Summary
-from fedmix.settings.reading import folder_of_run, read_recipe
+from fedmix.settings.reading import folder_of_run
 from fedmix.settings.recipe import Recipe
 
 Train = Callable[[Recipe, Path], Summary]
+# (a method, or None for the recipe's; changes) -> a recipe
+Read = Callable[[str | None, Mapping[str, Any]], Recipe]
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,28 @@ class Trained:
 
 
 def comparison_points(
-    recipe: str, methods: Sequence[str], seeds: Sequence[int], changes: Mapping[str, Any], scale: str | None
+    read: Read, methods: Sequence[str], seeds: Sequence[int], changes: Mapping[str, Any]
 ) -> list[Point]:
     """Every method with every seed; without seeds, with the seed of the recipe."""
-    first = read_recipe(recipe, methods[0], changes_for(methods[0], changes), scale)
+    methods, seeds = listed("algorithms", methods, str), listed("seeds", seeds, int)
+    if not methods:
+        raise SettingError("algorithms must name one method or more. Got none.")
+    first = read(methods[0], changes_for(methods[0], changes))
     points = []
     for method in methods:
         for seed in seeds or [first.seed]:
-            changed = read_recipe(recipe, method, {**changes_for(method, changes), "seed": seed}, scale)
+            changed = read(method, {**changes_for(method, changes), "seed": seed})
             points.append(Point({"algorithm": method}, changed, folder_of_run(changed)))
     return points
+
+
+def listed(name: str, values: Any, kind: type) -> list[Any]:
+    """Several values as a list; a single one may be given as it is. The same one twice would count as two."""
+    several = [values] if isinstance(values, (str, int)) else [kind(value) for value in values]
+    twice = [value for i, value in enumerate(several) if value in several[:i]]
+    if twice:
+        raise SettingError(f"{name} must name each one once. {twice[0]!r} is there twice.")
+    return several
 
 
 def changes_for(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,15 +67,18 @@ def changes_for(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sweep_points(
-    recipe: str,
+    read: Read,
     grid: Mapping[str, Sequence[Any]],
     seeds: Sequence[int] = (),
     changes: Mapping[str, Any] | None = None,
     algorithm: str | None = None,
-    scale: str | None = None,
 ) -> list[Point]:
     """Every combination of the grid's values with every seed. grid: {"fedmix.eta": [0, 0.5]}; one of its keys may be seed."""
-    changes = changes or {}
+    changes, seeds = changes or {}, listed("seeds", seeds, int)
+    for key, options in grid.items():
+        if isinstance(options, (str, int, float)) or not hasattr(options, "__len__"):
+            raise SettingError(f"{key} must have a list of values to compare. Got {options!r}.")
+    grid = {key: getattr(options, "tolist", lambda options=options: options)() for key, options in grid.items()}
     values, seeds = _without_seeds(grid, seeds)
     varied = _varied(values)
     if "rounds" in values and "rounds" in changes:
@@ -71,7 +88,7 @@ def sweep_points(
         settings = dict(zip(values, combination, strict=True))
         varying = {key: settings[key] for key in varied}
         for seed in _seeds_of(settings, seeds):
-            changed = read_recipe(recipe, algorithm, {**settings, **changes, **seed}, scale)
+            changed = read(algorithm, {**settings, **changes, **seed})
             points.append(Point(varying, changed, _folder(varying, changed.seed)))
     return points
 

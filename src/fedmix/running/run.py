@@ -1,5 +1,6 @@
 """One run from start to end: rounds, evaluations, checkpoints, summary. Stopped and resumed, it gives the same numbers."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from fedmix import schema
 from fedmix.catalogue import CATALOGUE
+from fedmix.core.score import LOWER_IS_BETTER, MORE_MEASURES
 from fedmix.core.server import State
 from fedmix.engines.store import DiskStore, MemoryStore, Store
 from fedmix.errors import RunError, SettingError, one_of
@@ -202,7 +204,12 @@ class _Training:
         lines = self.directory.metrics()
         summary = summarise(experiment, engine, self.state, self.carried, lines, self.directory.path)
         if self.carried.best:
-            summary["best"] = {"round": int(self.carried.best["round"]), "accuracy": self.carried.best["accuracy"]}
+            best = self.carried.best
+            summary["best"] = {
+                "round": int(best["round"]),
+                "by": self.recipe.evaluation.best_by,
+                "value": best["value"],
+            }
         return summary
 
     def _why_to_end(self, progress: Progress) -> str:
@@ -265,7 +272,8 @@ class _Training:
         if step.t in self.evaluations:
             with_fine_tuning = step.t in self.fine_tunings
             line.update(evaluated(self.experiment, engine, step, carried, with_fine_tuning))  # type: ignore[typeddict-item]
-            carried.note_best(step.t, judged_by(line, self.recipe.evaluation.best_by))
+            by = self.recipe.evaluation.best_by
+            carried.note_best(step.t, judged_by(line, by.lstrip("-")), by.startswith("-") or by in LOWER_IS_BETTER)
         return self.directory.append_metrics(line)
 
     def _checkpoint_is_due(self, engine: Engine, t: int) -> bool:
@@ -308,7 +316,12 @@ def chooser(experiment: Experiment, sampler: Sampler | None) -> Callable[[int], 
 
     def choose(t: int) -> list[int]:
         rng = stream(recipe.seed, "round", t, "cohort").numpy
-        chosen = sorted({int(s) for s in named(t, sizes, count, rng)})
+        try:
+            chosen = sorted({operator.index(s) for s in named(t, sizes, count, rng)})
+        except TypeError as error:
+            raise SettingError(
+                f"a sampler must take (round, points of each client, how many, rng) and give numbers of clients: {error}."
+            ) from error
         if not chosen or not 0 <= chosen[0] <= chosen[-1] < clients:
             raise SettingError(
                 f"a sampler must give numbers of clients, 0 to {clients - 1}. In round {t} it gave {chosen}."
@@ -326,6 +339,10 @@ def judged_by(line: MetricsLine, by: str) -> float | None:
         mean: float | None = value["mean"] if isinstance(value, dict) else value
         return mean
     measures = line.get("scores", {})
+    if by in MORE_MEASURES and by not in measures:
+        raise SettingError(
+            f"evaluation.best_by = {by!r} needs clients with validation points of two classes. None has them."
+        )
     if by not in measures:
         raise SettingError(one_of("evaluation.best_by", by, [*VALIDATION_KINDS, *measures]))
     return measures[by]

@@ -131,8 +131,9 @@ def _left_out(kind: str, rounds: Sequence[tuple[int, Sequence[LeftOut]]]) -> lis
         return []
     t, clients = with_some[-1]
     last = clients[-1]
+    who = last.get("name", last["client"])
     return [
-        f"{kind}: clients in {len(with_some):,} of {len(rounds):,} rounds, last client {last.get('name', last['client'])} in round "
+        f"{kind}: clients in {len(with_some):,} of {len(rounds):,} rounds, last client {who} in round "
         f"{t} ({last['reason']})"
     ]
 

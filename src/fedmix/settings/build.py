@@ -18,7 +18,7 @@ from fedmix.core.algorithm import Algorithm
 from fedmix.core.inputs import Input
 from fedmix.core.method import Setup
 from fedmix.core.model import Model
-from fedmix.core.score import Measure
+from fedmix.core.score import MEASURES, MORE_MEASURES, Measure
 from fedmix.data.federation import Federation
 from fedmix.errors import SettingError, one_of
 from fedmix.methods.page import Page
@@ -69,6 +69,9 @@ def build(
     )
     method_page = find_page(recipe.algorithm, page)
     every_measure = {**measures_of(recipe), **(measures or {})}
+    taken = [name for name in every_measure if name in (*MEASURES, *MORE_MEASURES, "points", "n", "loss", "bound")]
+    if taken:
+        raise SettingError(f"metrics must have names of their own. {taken[0]!r} is there already.")
     algorithm = build_algorithm(
         recipe, built, len(federation), federation.categories, example, method_page, every_measure
     )

@@ -149,7 +149,7 @@ class EvaluationSettings:
     finetune_evaluations: int = 0  # fine-tuned accuracy: the mean of this many last evaluations; 0: 3 if cheap, else 1
     adapt_steps: int = 100  # a new client's gate takes at least this many steps on its labelled points
     metrics: list[str] = field(default_factory=list)  # functions (y, p) -> number as `package.module:name`
-    best_by: str = "server"  # what the best round has most of, on validation data: a kind of accuracy, or a metric
+    best_by: str = "server"  # what the best round has most of: a kind of accuracy, or a metric; "-NAME": least of
     patience: int = 0  # a run ends after so many evaluations without a better one; 0: it never does
     share_private: bool = False  # clients hand over their private state, which accuracy without identity needs
 
