@@ -1,6 +1,6 @@
-"""Accuracy against cost of what FedMix's experts may share: a table and a figure from the runs of sharing.sh.
+"""Accuracy against cost of what FedMix's experts may share: a table and a figure from the runs of frontier.sh.
 
-    python experiments/frontier.py experiments/runs/sharing docs/sharing-frontier.png
+    python experiments/frontier.py experiments/runs/frontier docs/sharing-frontier.png
 
 Differences are paired over clients and seeds, with a bootstrap interval, and 'level' where it crosses zero. Computation is what
 `fedmix plan` counts for a round, in FedAvg rounds.
@@ -59,6 +59,11 @@ def mean(summaries, kind):
     return 100 * statistics.fmean(value["mean"] if isinstance(value, dict) else value for value in values)
 
 
+def validated(summaries):
+    """Accuracy of the server's weights on validation data, by which forms are chosen."""
+    return 100 * statistics.fmean(s["accuracy"]["validation"]["server"]["mean"] for s in summaries.values())
+
+
 def gib(summaries):
     return statistics.fmean((s["bytes_up"] + s["bytes_down"]) / 2**30 for s in summaries.values())
 
@@ -81,8 +86,10 @@ def against(first, second, kind):
 def table(forms, recipes, setting):
     base = plan_recipe(recipes[setting, "fedavg"])["flop_per_round"]
     rounds = recipes[setting, "fedavg"].rounds
-    lines = ["| form | seeds | fine-tuned | server | no identity | server against FedAvg | GiB | computation |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| form | seeds | validation, server | fine-tuned | server | no identity | server against FedAvg | GiB | computation |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for form in [name for name in NAMES if name in forms]:
         runs = forms[form]
         recipe = recipes[setting, form]
@@ -90,7 +97,7 @@ def table(forms, recipes, setting):
         if recipe.algorithm == "fedmix" and recipe.fedmix.experts == "auto":
             experts = read_recipe_with(recipe, experts=4, evidence="arriving")
             flop = plan_recipe(experts)["flop_per_round"] / base * recipe.rounds / rounds
-        accuracy = " | ".join(f"{mean(runs, kind):.1f}" for kind in KINDS)
+        accuracy = " | ".join([f"{validated(runs):.1f}", *(f"{mean(runs, kind):.1f}" for kind in KINDS)])
         versus = "" if form == "fedavg" else against(runs, forms["fedavg"], "server")
         lines.append(f"| {NAMES[form]} | {len(runs)} | {accuracy} | {versus} | {gib(runs):.2f} | {flop:.2f} |")
     return lines
@@ -103,17 +110,20 @@ def read_recipe_with(recipe, **settings):
 
 
 def differences(forms, pairs):
-    lines = ["| | fine-tuned | server |", "|---|---|---|"]
+    lines = ["| | seeds | fine-tuned | server |", "|---|---|---|---|"]
     for first, second in pairs:
-        if first in forms and second in forms:
-            cells = " | ".join(against(forms[first], forms[second], kind) for kind in ("fine_tuned", "server"))
+        both = set(forms.get(first, {})) & set(forms.get(second, {}))
+        if both:
+            cells = f"{len(both)} | " + " | ".join(
+                against(forms[first], forms[second], kind) for kind in ("fine_tuned", "server")
+            )
             lines.append(f"| {NAMES[first]} against {NAMES[second]} | {cells} |")
     return lines
 
 
 def draw(runs, path):
     figure, axes = plt.subplots(1, len(runs), figsize=(11, 4.6))
-    titles = {"skew": "label skew, 200 rounds", "permuted": "label permutations, 20 rounds unless said"}
+    titles = {"skew": "label skew, 300 rounds", "permuted": "label permutations, 40 rounds"}
     for axis, (setting, forms) in zip(axes, sorted(runs.items(), reverse=True), strict=True):
         for form, summaries in forms.items():
             x, y = gib(summaries), mean(summaries, "server")
@@ -142,7 +152,15 @@ def main(folder, picture):
         print("\n".join(table(runs[setting], recipes, setting)), "\n")
         pairs = [("output", "whole"), ("output-full-steps", "whole-full-steps"), ("output-full-steps", "output")]
         pairs += [("whole", "fedavg"), ("whole-full-steps", "fedavg"), ("ensemble", "fedavg"), ("rank", "output")]
-        pairs += [("output-longer", "whole"), ("output-full-steps", "fedavg"), ("output", "fedavg")]
+        pairs += [("output-full-steps", "fedavg"), ("output", "fedavg"), ("convolutions", "fedavg"), ("rank", "fedavg")]
+        pairs += [("convolutions", "whole-full-steps"), ("rank", "whole-full-steps"), ("convolutions", "whole")]
+        pairs += [
+            ("rank", "whole"),
+            ("pruned", "whole-full-steps"),
+            ("dropout", "whole-full-steps"),
+            ("wide", "fedavg"),
+        ]
+        pairs += [("output-full-steps", "wide"), ("output", "wide")]
         print("\n".join(differences(runs[setting], pairs)))
     draw(runs, picture)
 

@@ -21,7 +21,6 @@ from fedmix import schema
 from fedmix.after.audit import audit_run
 from fedmix.after.inference import evaluate_run
 from fedmix.after.options import Options, Stages, nobody
-from fedmix.after.predictions import predicted_from_file
 from fedmix.after.restore import restore
 from fedmix.after.trained import TrainedRun, load
 from fedmix.catalogue import CATALOGUE
@@ -421,7 +420,8 @@ def predict_with(
     """
     trained = load(run, round=round)
     predictor = trained.client(client) if client is not None else trained
-    return predicted_from_file(trained, predictor, Path(input), client or "", x, y)
+    about = {"client": client or "", "run": str(trained.path), "round": trained.round}
+    return {**about, **predictor.predict_file(Path(input), x, y)}
 
 
 def audit(

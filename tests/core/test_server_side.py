@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedmix.core import aggregate, divergence, prune
-from fedmix.core.optim import adam, keep_rows, rate_factor, sgd
+from fedmix.core.optim import LARGE, adam, keep_rows, large_and_alone, rate_factor, sgd
 
 
 def test_expert_weights_equal_bayes_rule():
@@ -179,3 +179,24 @@ def test_rate_schedules():
     assert rate_factor("cosine", 6, 10) == pytest.approx(0.5)
     assert rate_factor("linear", 6, 10) == pytest.approx(0.5)
     assert 0 < rate_factor("linear", 10, 10) < 0.2
+
+
+def test_steps_over_gradients_are_the_same_and_spare_memory_that_is_not_theirs_alone():
+    large = LARGE + 1
+    params = {name: torch.randn(large) for name in ("own", "a", "b", "spread", "part")}
+    both, whole = torch.randn(large), torch.randn(2 * large)
+    grads = {
+        "own": torch.randn(large),
+        "a": both,
+        "b": both,
+        "spread": torch.ones(()).expand(large),
+        "part": whole[:large],
+    }
+    assert large_and_alone(grads) == {"own"}
+    kept, before = both.clone(), whole.clone()
+    expected, _ = sgd(0.1).update(params, {name: g.clone() for name, g in grads.items()}, {}, 1.0)
+    found, _ = sgd(0.1, over_gradients=True).update(params, grads, {}, 1.0)
+    assert all(torch.equal(found[name], expected[name]) for name in params)
+    assert found["own"].data_ptr() == grads["own"].data_ptr()
+    assert torch.equal(both, kept)
+    assert torch.equal(whole, before)

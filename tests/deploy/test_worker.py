@@ -112,7 +112,7 @@ def test_predictions_with_what_is_at_the_site(site, tmp_path):
     assert found["round"] == 1  # the weights after round 1, as they came with its evaluation
     assert found["accuracy"] == pytest.approx(np.mean(np.array(found["predictions"]) == y.astype(str)))
     for given, words in (
-        ({"x": x[:, :5]}, "shape"),
+        ({"x": x[:, :5]}, r"inputs must be \[N, "),
         ({"x": np.where(x > 2, np.nan, x)}, "must be finite"),
         ({"x": x, "y": y[:, None]}, "one value for each"),
         ({"x": x, "y": np.array(["sick"] * len(x))}, "labels must be of 0, 1"),

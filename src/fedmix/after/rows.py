@@ -33,6 +33,16 @@ class Encoding:
         self._features = about.get("features") or []
         self._parts = tuple(map(Input.from_table, about.get("input_parts", [])))
 
+    @property
+    def of_table(self) -> bool:
+        """Whether the run was trained on columns of a table."""
+        return bool(self._features)
+
+    @property
+    def label_column(self) -> str:
+        """Which column of the table is the label; "": it is not known."""
+        return str((self._about.get("roles") or {}).get("label", ""))
+
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def inputs(self, rows: Any) -> Tensor:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fedmix import schema
+from fedmix.after.predictions import predicted_from_file
 from fedmix.after.rows import Encoding
 from fedmix.core.mixture import client_module
 from fedmix.core.score import confusion, score
 from fedmix.core.tree import Params
 from fedmix.core.types import Message
 from fedmix.data.federation import client_number
-from fedmix.data.tables import Cells
 from fedmix.engines.client import from_shared, in_chunks, one_thread, predict
 from fedmix.errors import DataError, RunError, SettingError, one_of
 from fedmix.methods.page import Page
@@ -90,6 +90,10 @@ class Predictor:
         table = confusion(log_p.argmax(dim=1), y, len(self.classes))
         return {**score(log_p, y), "confusion": table.numpy()}
 
+    def predict_file(self, file: Path, x: str = "x", y: str = "y") -> dict[str, Any]:
+        """Labels and probabilities for the rows of a file, and the accuracy where it has labels, as plain numbers."""
+        return predicted_from_file(self._encoding, self._log_prob, file, x, y)
+
     @property
     def classes(self) -> list[Any]:
         """The labels, in the order of `predict_proba`."""
@@ -114,7 +118,6 @@ class TrainedRun(Predictor):
         self.labels: list[Any] = run.federation.get("labels", [])
         self._side = run.federation["side"]
         self._points: dict[str, list[int]] = run.federation["points"]
-        self._roles: dict[str, Any] = run.federation.get("roles") or {}
         # None: the label counts never left the sites.
         self._label_counts: list[list[int]] | None = run.federation.get("label_counts")
         self._model, self._algorithm = run.model, run.algorithm
@@ -193,19 +196,6 @@ class TrainedRun(Predictor):
         of_client = torch.tensor(self._label_counts[number])
         labels = torch.arange(len(of_client)).repeat_interleave(of_client)
         return self._algorithm.counted(private, labels)
-
-    @property
-    def label_column(self) -> str:
-        """Which column of a table is the label, where the run was trained on one."""
-        return str(self._roles.get("label", ""))
-
-    def read_csv(self, path: Path) -> Cells:
-        """A CSV file, read as the one of training was."""
-        return self._encoding.read_csv(path)
-
-    def numbers_of(self, labels: Any) -> Tensor:
-        """Labels as numbers of classes; one that training did not know is refused."""
-        return self._encoding.labels(labels)
 
     # -- somebody who never took part ----------------------------------------------------------------------------------
 
