@@ -40,7 +40,8 @@ class _Trial:
 
     reply: Message
     private_bytes: int
-    flop: int
+    flop: int  # of a step
+    flop_once: int  # of a client's round, beside its steps
     held_bytes: int
     step_seconds: float
 
@@ -125,7 +126,7 @@ def plan(experiment: Experiment, workers: int | None = None) -> dict[str, Any]:
             "posterior": posterior_per_round * recipe.rounds,
             "total": (weights_per_round + posterior_per_round) * recipe.rounds,
         },
-        "flop_per_round": trial.flop * steps * cohort,
+        "flop_per_round": (trial.flop * steps + trial.flop_once) * cohort,
         "memory": {
             "server": nbytes(flatten(state)) + cohort * trial.reply.nbytes,
             "worker": message.nbytes + 2 * trial.reply.nbytes + trial.held_bytes,
@@ -149,12 +150,12 @@ def _split_bytes(tensors: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[i
 
 
 def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
-    """One mini-batch of noise through the client's own code: what it sends back, computes and holds, and how long it takes."""
+    """One mini-batch through the client's own code: what it sends back, computes and holds, and how long it takes."""
     recipe, algorithm, federation = experiment.recipe, experiment.algorithm, experiment.federation
     rng = stream(recipe.seed, "plan")
     n = min(recipe.training.batch_size, max(federation.size(s) for s in range(len(federation))))
+    x = federation.inputs(torch.arange(n) % len(federation.x))  # real ones: noise is no input of an embedding
     with rng.torch():
-        x = torch.randn(n, *federation.x.shape[1:])
         y = torch.randint(federation.classes, (n,))
         is_vector = federation.side in VECTORS
         c = torch.randn(n, federation.categories) if is_vector else torch.randint(federation.categories, (n,))
@@ -169,10 +170,15 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
         return value
 
     with one_thread():
+        algorithm.client_update(message, private, data, rng, 1)  # what a model has to find out once is not counted
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
             reply, after = algorithm.client_update(message, private, data, rng, 1)
+        with FlopCounterMode(display=False) as twice:
+            algorithm.client_update(message, private, data, rng, 2)
         seconds = _median_seconds(lambda: algorithm.client_update(message, private, data, rng, 1))
-    return _Trial(reply, nbytes(after), counter.get_total_flops(), sum(held.values()), seconds)
+    of_step = twice.get_total_flops() - counter.get_total_flops()
+    once = counter.get_total_flops() - of_step  # what a round does before its first step, as evidence from arriving experts
+    return _Trial(reply, nbytes(after), of_step, once, sum(held.values()), seconds)
 
 
 def _median_seconds(step: Callable[[], Any]) -> float:
