@@ -40,6 +40,22 @@ NAMES = {
 }
 
 
+SHORT = {
+    **NAMES,
+    "output": "output layer",
+    "output-full-steps": "output layer, full steps",
+    "output-counts": "output layer, label counts",
+    "rank": "rank 8 on the hidden layer",
+    "convolutions": "all but convolutions",
+    "whole": "whole models",
+    "whole-full-steps": "whole models, full steps",
+    "ensemble": "an ensemble",
+    "dropout": "whole models, drop-out",
+    "pruned": "whole models, pruned",
+    "paper": "whole models, the paper's step",
+}  # what experts have of their own
+
+
 def read(folder):
     """{setting: {form: {seed: summary}}} and a recipe of each form."""
     runs, recipes = {}, {}
@@ -121,16 +137,35 @@ def differences(forms, pairs):
     return lines
 
 
+def labels_apart(points):
+    """(form, whether its label stands to the right of its point, the label's height): labels of one side do not overlap."""
+    widest = max(x for x, _ in points.values())
+    heights = [y for _, y in points.values()]
+    gap = 0.045 * (max(heights) - min(heights))
+    for right in (False, True):
+        last = float("-inf")
+        side = [(y, form) for form, (x, y) in points.items() if (x > 0.5 * widest) == right]
+        for y, form in sorted(side):
+            last = max(y, last + gap)
+            yield form, right, last
+
+
 def draw(runs, path):
-    figure, axes = plt.subplots(1, len(runs), figsize=(11, 4.6))
+    figure, axes = plt.subplots(1, len(runs), figsize=(12.5, 4.6))
     titles = {"skew": "label skew, 300 rounds", "permuted": "label permutations, 40 rounds"}
     for axis, (setting, forms) in zip(axes, sorted(runs.items(), reverse=True), strict=True):
-        for form, summaries in forms.items():
-            x, y = gib(summaries), mean(summaries, "server")
+        points = {form: (gib(summaries), mean(summaries, "server")) for form, summaries in forms.items()}
+        for form, (x, y) in points.items():
             axis.scatter(x, y, color="#0072b2" if "fedavg" not in form and form != "wide" else "#d55e00", zorder=3)
-            right = x > 0.5 * max(map(gib, forms.values()))
-            side = {"ha": "right", "xytext": (-6, 4)} if right else {"ha": "left", "xytext": (6, 4)}
-            axis.annotate(NAMES[form], (x, y), textcoords="offset points", fontsize=7, **side)
+        for form, right, height in labels_apart(points):
+            x = points[form][0]
+            axis.annotate(
+                SHORT[form],
+                (x * (1.06 if right else 0.94), height),
+                fontsize=8,
+                ha="left" if right else "right",
+                va="center",
+            )
         axis.set_xscale("log")
         ticks = [tick for tick in (0.2, 0.3, 0.5, 1, 2, 3, 5, 10) if min(map(gib, forms.values())) / 1.5 < tick]
         ticks = [tick for tick in ticks if tick < 1.5 * max(map(gib, forms.values()))]
@@ -138,8 +173,8 @@ def draw(runs, path):
         axis.minorticks_off()
         axis.set_xlabel("GiB sent in all")
         axis.set_ylabel("accuracy with the server's weights, test, %")
-        axis.set_title(titles[setting], fontsize=10)
-        axis.margins(x=0.35, y=0.12)
+        axis.set_title(f"{titles[setting]}: what experts have of their own", fontsize=10)
+        axis.margins(x=0.9, y=0.12)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -177,7 +177,8 @@ def _try_one_client(experiment: Experiment, message: Message) -> _Trial:
             algorithm.client_update(message, private, data, rng, 2)
         seconds = _median_seconds(lambda: algorithm.client_update(message, private, data, rng, 1))
     of_step = twice.get_total_flops() - counter.get_total_flops()
-    once = counter.get_total_flops() - of_step  # what a round does before its first step, as evidence from arriving experts
+    # What a round does before its first step, as evidence from arriving experts.
+    once = counter.get_total_flops() - of_step
     return _Trial(reply, nbytes(after), of_step, once, sum(held.values()), seconds)
 
 
